@@ -52,6 +52,7 @@ def check_inboxes(parallel: Parallel, inboxes: Inboxes, n: int, device: torch.de
     parallel.all_reduce(torch.zeros(64, device=device))  # nobody writes any more
     if inboxes.allreduce.failed or not (inboxes.allreduce.empty and inboxes.argmax.empty):
         wrong.append("the ranks' inboxes are not left empty, or a rank's part did not come")
+    parallel.all_reduce(torch.zeros(64, device=device))  # nobody writes again before all have looked
     _refuse(wrong)
 
 

@@ -18,7 +18,7 @@ from engine.protocol import SamplingParams
 from engine.rank.kv import KVCache
 from engine.rank.runner import Runner
 
-SERIES, REPEATS = 2, 3  # of timed steps at each point, after an untimed one; the quicker series counts
+SERIES = {"cuda": (3, 3), "cpu": (1,)}  # steps timed at each point, after an untimed one; the quicker series counts
 CONTEXTS = (16, 1024)  # context of each decode row, if max_len allows it
 CHUNK_CONTEXT = 16_384  # context before a chunk, likewise
 Measured = tuple[tuple[int, float], ...]  # rows of a step, and its milliseconds
@@ -32,16 +32,16 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     At most two seconds for 31B on four H200, estimated from its step times: forty steps of decode rows, sixty with prompts. With
     several numbers of drafts, 200 steps more; without a `tpot_target_ms`, those alone.
     """
-    probe, tile = _Probe(runner, vocab), TILE if config.device == "cuda" else 1
+    probe, tile = _Probe(runner, vocab, SERIES[config.device]), TILE if config.device == "cuda" else 1
     drafts: tuple[Points, ...] = ()
-    if len(config.drafts) > 1 and config.max_len > (SERIES * REPEATS + 2) * config.widest:
+    if len(config.drafts) > 1 and config.max_len > probe.steps * config.widest:
         points = _points(config.max_seqs, (1, 8, 32, 128))
         drafts = tuple(tuple((rows, probe.drafts_ms(rows, count)) for rows in points) for count in config.drafts)
     if config.tpot_target_ms is None:
         probe.clear()
         return StepTimes((), (), (), 0.0, 0.0, 0.0, tile, drafts)
     most = min(config.prefill_budget, config.max_len - 1)
-    short, long = (min(context, config.max_len - 3 - SERIES * REPEATS) for context in CONTEXTS)
+    short, long = (min(context, config.max_len - 1 - probe.steps) for context in CONTEXTS)
     decodes = _ascending([(rows, probe.decode_ms(rows, short)) for rows in _points(config.max_seqs, (1, 32, 128))])
     prefills = _ascending([(rows, probe.prefill_ms(rows)) for rows in _points(most, (1, 128, 512))])
     counts = [count for count in _points(min(config.max_seqs, most) - 1, (1, 32, 128)) if count]
@@ -91,10 +91,10 @@ def _ascending(points: list[tuple[int, float]]) -> Measured:
 
 
 class _Probe:
-    """Runs plans of its own on a runner."""
+    """Runs plans of its own on a runner. steps: at each point, with those that are not timed."""
 
-    def __init__(self, runner: Runner, vocab: int) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, vocab: int, series: tuple[int, ...]) -> None:
+        self._runner, self._series, self.steps = runner, series, 2 + sum(series)
         self._admission = partial(admission_plan, runner.slots.cache, vocab)
         self._step = 0
 
@@ -105,7 +105,7 @@ class _Probe:
     def drafts_ms(self, rows: int, drafts: int) -> float:
         """Time a step of `rows` sequences that verifies so many drafts of each and makes as many, behind short contexts."""
         width = 1 + drafts
-        first = self._admission(range(rows), 2, 1, 1 + (SERIES * REPEATS + 2) * width)
+        first = self._admission(range(rows), 2, 1, 1 + self.steps * width)
         return self._timed(first, StepPlan(0, drafts=drafts, rows=[(slot, width, 0) for slot in range(rows)]))
 
     def prefill_ms(self, rows: int, context: int = 0) -> float:
@@ -133,7 +133,7 @@ class _Probe:
 
     def _decoding(self, rows: int, context: int) -> StepPlan:
         """Make a plan that admits sequences to the first slots, with pages for all rows that are timed."""
-        return self._admission(range(rows), context + 1, context, context + SERIES * REPEATS + 2)
+        return self._admission(range(rows), context + 1, context, context + self.steps)
 
     def _chunked(self, slot: int, rows: int, context: int) -> tuple[StepPlan, StepPlan]:
         """Make two plans: one admits a prompt to a slot, one computes `rows` tokens of it behind `context` others."""
@@ -143,7 +143,7 @@ class _Probe:
     def _timed(self, first: StepPlan, plan: StepPlan) -> float:
         """Time `plan` in ms, after `first`, which admits; two are out at a time as in the worker's loop. The quicker series."""
         self._run([first, plan])
-        return min(self._run([plan] * REPEATS) for _ in range(SERIES))
+        return min(self._run([plan] * count) for count in self._series)
 
     def _run(self, plans: list[StepPlan]) -> float:
         """Run plans; returns their mean milliseconds."""

@@ -26,6 +26,7 @@ from engine.plan import ROW_MASKED
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, ThoughtBudget
 from engine.step_masks import allows
 from tests.conftest import Nano
+from tests.support.engine.answers import AtOnce
 from tests.support.engine.masked_serving import GROUPS, MAX_LEN, PAGES, MaskedRun, Model, request, serve
 from tests.support.engine.scheduling import SchedulerConfig, scheduler_of
 from tests.support.engine.schemas import members, tools_of
@@ -41,18 +42,6 @@ def model(nano: Nano) -> Model:
     text = TextProcessor.load(nano("31b"))
     markers = Markers.of(text)
     return Model(text, Vocabulary(text.pieces, text.eos_ids, text.vocab_size), markers)
-
-
-class AtOnce(Executor):
-    """In place of a pool of threads: what is submitted is done."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> "Future[Any]":
-        future = Future()
-        future.set_result(work(*args, **options))
-        return future
 
 
 class Later(Executor):

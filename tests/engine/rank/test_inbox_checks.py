@@ -6,6 +6,7 @@ The ranks run at once, as on GPUs: each kernel sends its part and polls for the 
 import multiprocessing
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -28,6 +29,7 @@ from kernels.inbox_check import inbox_checks
 from kernels.selfcheck import RandomInputs
 from tests.support import interpreter
 from tests.support.engine.shared_memory import mapped
+from tests.support.engine.threads import ThreadParallel, run_ranks
 from tests.support.launches import argument_types, record
 
 pytestmark = pytest.mark.cpu
@@ -207,6 +209,35 @@ def single_fault_is_found(fault: str) -> None:
     meddle, sentence = FAULTS[fault]
     said = group_says(meddle)
     assert any(sentence in (each or "") for each in said), said
+
+
+class Hasty(ThreadParallel):
+    """A planted fault: nobody is waited for after the first time."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x if self.reduces else super().all_reduce(x)
+
+
+def test_a_rank_that_looks_late_finds_nothing_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 writes to rank 1's inbox as soon as its check is over, and rank 1 takes long to look."""
+    monkeypatch.setattr("kernels.selfcheck.failures", lambda *_: [])
+    empty = ArgmaxInbox.empty
+
+    def late(inbox: ArgmaxInbox) -> bool:
+        time.sleep(0.1 * inbox.rank)
+        return empty.__get__(inbox)
+
+    monkeypatch.setattr(ArgmaxInbox, "empty", property(late))
+
+    def check(parallel: ThreadParallel) -> None:
+        check_inboxes(parallel, inboxes[parallel.rank], N, CPU, torch.float32)
+        inboxes[1].argmax.inbox[0] = 5
+
+    for group in (ThreadParallel, Hasty):
+        shared = Shared.made()
+        inboxes = [shared.inboxes(rank) for rank in range(RANKS)]
+        with pytest.raises(ConfigError, match="not left empty") if group is Hasty else nullcontext():
+            run_ranks(RANKS, check, group)
 
 
 @pytest.mark.parametrize(("most", "sharded"), [(96, True), (64, False)])

@@ -1,10 +1,13 @@
 """What a scheduler and one rank make of requests, step by step, with drafts and without."""
 
 import json
+import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from typing import Any
+from unittest import mock
 
 import msgspec
 
@@ -24,6 +27,20 @@ Answers = dict[int, list[Output]]
 RunStep = Callable[[StepPlan, bytes], StepResult]
 
 
+class AtOnce(Executor):
+    """In place of a pool of threads: what is submitted is done."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> "Future[Any]":
+        future = Future()
+        future.set_result(work(*args, **options))
+        return future
+
+
+@mock.patch("engine.core.masks.ThreadPoolExecutor", AtOnce)
+@mock.patch("engine.core.masks.SLOW_S", math.inf)
 def answers(
     step: RunStep,
     config: Any,
@@ -33,7 +50,7 @@ def answers(
     drafting: Drafting | None = None,
 ) -> tuple[Answers, list[StepPlan], int]:
     """Every output of each request, the plans, and preemptions; two plans are out at a time, and a request, or a list of some,
-    comes `every` steps.
+    comes `every` steps. No plan depends on how long a grammar or a mask takes.
 
     aborted: requests that are given up with their eighth token
     """
