@@ -49,7 +49,7 @@ def extend_attention(
     tiles  int32 [n, 4], (slot, first row, first position, count): `count` queries of `slot` at consecutive positions, in rows
            that follow each other; count at most `tile_tokens(...)`, 0 is passed over. Below position 0 they see nothing: out is 0
     window keys a position sees, its own included; None: all
-    last_seen int32 [T]: the last position that each row sees, its own or one behind it in the same chunk; None: its own
+    last_seen int32 [T]: the last position that each row sees, in the same chunk; if it is below its own, or None: its own
     """
     if not enabled(q):
         for slot, row, position, count in tiles.tolist():
@@ -88,7 +88,7 @@ def paged_prefill(
     n, heads, _ = q.shape
     assert start + n <= pages.shape[0] * pool.shape[3], (start, n, pages.shape)
     page, positions = pool.shape[3], torch.arange(start, start + n, device=q.device)[None]
-    seen = positions if last_seen is None else last_seen[None]
+    seen = positions if last_seen is None else last_seen[None].maximum(positions)
     out, block = torch.empty_like(q), max(1, _SCORES // (heads * (start + n)))
     for begin in range(0, n, block):
         part = slice(begin, begin + block)
@@ -142,8 +142,8 @@ def _extend(
         inside = tl.maximum(end - WINDOW, 0)
     newest = positions
     if last_seen is not None:
-        newest = tl.load(last_seen + row + token, token < count, other=0)
-        end = tl.max(newest, 0) + 1
+        newest = tl.maximum(positions, tl.load(last_seen + row + token, token < count, other=-1))
+        end = tl.max(tl.where(token < count, newest, 0), 0) + 1
     first = oldest // KEYS * KEYS
     left = tl.maximum(tl.minimum((inside + KEYS - 1) // KEYS * KEYS, (end + KEYS - 1) // KEYS * KEYS), first)
     right = tl.maximum((start + 1) // KEYS * KEYS, left)  # from here on some query is older than a key

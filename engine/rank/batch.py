@@ -41,13 +41,25 @@ def chunk_rows(chunks: Sequence[Chunk]) -> int:
     return chunks[-1].offset + chunks[-1].size if chunks else 0
 
 
+def last_seen_of(chunks: Sequence[Chunk], device: torch.device) -> Tensor | None:
+    """Returns `ForwardBatch.last_seen` of chunks; None where they have no spans."""
+    if not any(chunk.spans for chunk in chunks):
+        return None
+    seen = torch.full((chunk_rows(chunks),), -1, dtype=torch.int32)
+    for chunk in chunks:
+        row = chunk.offset - chunk.start  # of position 0
+        for first, last in chunk.spans:
+            seen[row + first : row + last] = last - 1
+    return uploaded(seen, device)
+
+
 @dataclass(frozen=True)
 class RowBlock:
     """Consecutive rows of a batch that attention takes at once, its prefill chunks or its decode rows: views of the batch.
 
     rows    of the batch
     width   of decode rows: queries of a sequence, in consecutive rows
-    pages   of decode rows, as in the batch;   chunks, chunk_list  of prefill chunks, as there
+    pages   of decode rows, as in the batch;   chunks, chunk_list, last_seen  of prefill chunks, as there
     """
 
     kind: RowKind
@@ -59,11 +71,7 @@ class RowBlock:
     pages: PageIds = ()
     chunks: tuple[Chunk, ...] = ()
     chunk_list: Tensor | None = None
-
-    @property
-    def has_spans(self) -> bool:
-        """Whether tokens of its chunks may see each other both ways."""
-        return any(chunk.spans for chunk in self.chunks)
+    last_seen: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,8 @@ class ForwardBatch:
     logit_rows int64 [R] rows of [0, T) whose logits are wanted, ascending; None: all rows
     prompts              rows of prefill chunks, padded
     chunk_list int32 [n, 4] those chunks (`kernels.chunks`);   chunks  the same on the host, in row order; none in a graph
+    last_seen int32 [prompts] the last position that a row of the chunks sees where tokens of an image see each other both ways; one
+                         below its own: it sees up to itself, as all do where this is None
     width                decode rows of a sequence
     soft                 what encoders put into rows of the chunks; None: nothing
     """
@@ -100,6 +110,7 @@ class ForwardBatch:
     width: int = 1
     prompts: int = 0
     chunk_list: Tensor | None = None
+    last_seen: Tensor | None = None
     soft: SoftTokens | None = None
 
     @property
@@ -113,7 +124,8 @@ class ForwardBatch:
         blocks, first = [], self.prompts
         extend, decode = slice(0, first), slice(first, self.rows)
         if first:
-            blocks.append(RowBlock("extend", extend, *self.row_inputs(extend), chunks=self.chunks, chunk_list=self.chunk_list))
+            inputs = self.row_inputs(extend)
+            blocks.append(RowBlock("extend", extend, *inputs, 1, (), self.chunks, self.chunk_list, self.last_seen))
         if first < self.rows:
             blocks.append(RowBlock("decode", decode, *self.row_inputs(decode), self.width, self.pages))
         return tuple(blocks)
@@ -148,4 +160,4 @@ def eager_batch(
         rotary_table(positions, frequency, rope[key])
     rows = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in chunks]
     chunk_list = uploaded(torch.tensor(rows, dtype=torch.int32).view(-1, 4), ids.device)
-    return ForwardBatch(ids, positions, slots, rope, pages, chunks=chunks, prompts=first, chunk_list=chunk_list)
+    return ForwardBatch(ids, positions, slots, rope, pages, None, chunks, 1, first, chunk_list, last_seen_of(chunks, ids.device))

@@ -7,7 +7,7 @@
     fold     update the state hash
 
 Plans are padded to buckets and run as captured graphs on a GPU, elsewhere by the same functions called eagerly; those with many
-prompt tokens, or whose chunks the host must know, run as they are. Two steps may be launched and not finished, so each has its own
+prompt tokens, or that report logprobs of them, run as they are. Two steps may be launched and not finished, so each has its own
 memory for the copy out.
 """
 
@@ -27,7 +27,7 @@ from engine.memory import buckets
 from engine.plan import DEPTH, PlanView, StepPlan, encode_plan, read_plan
 from engine.protocol import MAX_ALTERNATIVES, MAX_SPAN, MediaKind
 from engine.rank.attention import FailedChecks, attention_backend
-from engine.rank.batch import ForwardBatch, SoftTokens
+from engine.rank.batch import ForwardBatch, last_seen_of
 from engine.rank.graphs import StageGraphs
 from engine.rank.kv import KVCache
 from engine.rank.models.architecture import MediaEncoder, Model
@@ -39,7 +39,7 @@ from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import SlotState
 from engine.rank.stages.draft_stage import DraftStage
 from engine.rank.stages.encode_stage import EncodeStage, reaches_encodes
-from engine.rank.stages.forward_stage import FinalRows, ForwardStage, ScoredBatch
+from engine.rank.stages.forward_stage import FinalRows, ForwardStage, MediaRows, ScoredBatch
 from engine.rank.stages.report_stage import Launched, ReportStage
 from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS, SampleStage, StepTokens, captured_sampler
 from engine.rank.step import (
@@ -109,16 +109,16 @@ class Runner:
         check = partial(self.pages.compare, COPIED_ENTRY) if self.pages is not None else None
         attention = attention_backend(config, geometry, cache, config.tp, self._buckets, check, widest, failed_checks)
         sampler = Sampler(parallel, geometry.vocab, geometry.softcap, config.suppress, device)
-        soft = None
-        if encoders and not geometry.bidirectional:
-            values = torch.zeros((config.prefill_budget, geometry.hidden), dtype=model.dtype, device=device)
-            soft = SoftTokens(torch.full((len(values),), -1, device=device), values)
-        self.forward_stage = ForwardStage(model, attention, self._inputs, inboxes, self.pages, soft)
-        self.sample_stage = SampleStage(model, sampler, self.slots, inboxes)
-        self.encode_stage = EncodeStage(encoders, device, parallel, config.encoder_host_bytes)
         large = not all(layer.owns_kv for layer in geometry.layers) or (inboxes is not None and inboxes.sequence is not None)
         most = min(config.prefill_budget, (LARGE_PROMPT_ROWS if large else PROMPT_ROWS)[-1])
         self._prompt_rows = [*(rows for rows in PROMPT_ROWS + LARGE_PROMPT_ROWS if rows < most), most]
+        media = None
+        if encoders:
+            none = torch.full((most,), -1, device=device)
+            media = MediaRows(none, torch.zeros((most, geometry.hidden), dtype=model.dtype, device=device), none.int())
+        self.forward_stage = ForwardStage(model, attention, self._inputs, inboxes, self.pages, media)
+        self.sample_stage = SampleStage(model, sampler, self.slots, inboxes)
+        self.encode_stage = EncodeStage(encoders, device, parallel, config.encoder_host_bytes)
         self.draft_stage: DraftStage | None = None
         if drafter is not None:
             reads = attention_backend(config, drafter.geometry, cache, config.tp, self._buckets, check, failed_checks=failed_checks)
@@ -204,14 +204,12 @@ class Runner:
         ]
 
     def _padded_sizes(self, plan: PlanView) -> StepSizes | None:
-        """Returns what a plan is padded to. None: it runs unpadded, as it has no rows, or too many, or the host must know its
-        chunks (spans, logprobs of prompts, soft tokens)."""
+        """Returns what a plan is padded to. None: it runs unpadded, as it has no rows, or too many, or reports logprobs of
+        prompts."""
         if not len(plan.chunks):
             return StepSizes.decoding(self._inputs.bucket(len(plan.rows))) if len(plan.rows) else None
-        has, slots = StepSizes.of(plan), plan.chunks[:, 0].tolist()
-        if len(plan.spans) or self.slots.prompt_scorings.keys() & slots:
-            return None
-        if self.forward_stage.soft_tokens is None and self.encode_stage.has_items(slots):
+        has = StepSizes.of(plan)
+        if self.slots.prompt_scorings.keys() & plan.chunks[:, 0].tolist():
             return None
         fitting = (sizes for sizes in self._mixed_sizes if sizes.prompts >= has.prompts and sizes.decodes >= has.decodes)
         least = min(fitting, default=None)
@@ -245,7 +243,8 @@ class Runner:
             plan = read_plan(encode_plan(StepPlan(1, chunks=[chunk], spans=[(0, rows)] * image)))
             self._inputs.upload(plan)
             self._inputs.apply()
-            batch = replace(self._inputs.batch(StepSizes.of(plan))[0], chunks=chunks_of(plan))
+            chunks = chunks_of(plan)
+            batch = replace(self._inputs.batch(StepSizes.of(plan))[0], chunks=chunks, last_seen=last_seen_of(chunks, self._device))
             hidden = self.forward_stage.run(replace(batch, logit_rows=None))
             assert batch.logit_rows is not None
             for results in {1: self._buckets, size: self._buckets[1::-1]}.get(rows, ()):  # those that have variants of kernels
@@ -288,8 +287,9 @@ class Runner:
         widths = self._mixed_widths if sizes and sizes.prompts else self._widths
         width = next(width for width in widths if width >= plan.width)
         if sizes:
-            if sizes.prompts and self.forward_stage.soft_tokens is not None:
-                self.forward_stage.set_soft_tokens(self.encode_stage.soft_tokens(chunks_of(plan)))
+            if sizes.prompts and self.forward_stage.media is not None:
+                chunks = chunks_of(plan)
+                self.forward_stage.set_media(self.encode_stage.soft_tokens(chunks), chunks)
             final = self._padded_forward(sizes, width)
         else:
             final = self.forward_stage.eager(plan, self.slots.prompt_scorings, width, self.encode_stage)

@@ -26,7 +26,7 @@ class SpanExtend:
 
     def prepare(self, block: RowBlock) -> tuple[AttentionPart, Any]:
         """Choose the part; returns it, and what it prepared."""
-        part = self.own if block.has_spans else self.usual
+        part = self.usual if block.last_seen is None else self.own
         return part, part.prepare(block)
 
     def attend(self, rows: LayerRows, plan: tuple[AttentionPart, Any]) -> None:

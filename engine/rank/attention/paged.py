@@ -9,13 +9,11 @@ import bisect
 from functools import partial
 from operator import mul
 
-import torch
 from torch import Tensor
 
 from engine.rank.attention.base import AttentionParts, LayerRows, PartSettings, normed_queries
-from engine.rank.batch import Chunk, RowBlock
+from engine.rank.batch import RowBlock
 from engine.rank.kv import GroupCache
-from engine.rank.upload import uploaded
 from kernels.chunks import extend_tiles
 from kernels.decode import DecodeScratch, decode_attention, decode_splits
 from kernels.launch import enabled, processors
@@ -68,15 +66,11 @@ class PagedExtend:
         self._tokens = tile_tokens(settings.heads, cache.group.kv_heads)
 
     def prepare(self, block: RowBlock) -> ExtendPlan:
-        """Make the tiles, int32 [n, 4], and what rows see where images are among them (`kernels.prefill.extend_attention`). Without
-        images it asks the host nothing."""
+        """Make the tiles, int32 [n, 4], and what rows see where images are among them (`kernels.prefill.extend_attention`)."""
         assert block.chunk_list is not None
         rows = len(block.slots)
         tiles = extend_tiles(block.chunk_list, self._tokens if enabled(block.slots) else rows, rows)  # torch takes chunks whole
-        if not (self._cache.group.bidirectional and block.has_spans):
-            return tiles, None
-        last_seen = torch.cat([_last_seen(chunk) for chunk in block.chunks])
-        return tiles, uploaded(last_seen, self._settings.device)
+        return tiles, block.last_seen if self._cache.group.bidirectional else None
 
     def attend(self, rows: LayerRows, plan: ExtendPlan) -> None:
         """As `AttentionPart.attend`."""
@@ -84,14 +78,6 @@ class PagedExtend:
         q, pool = normed_queries(cache, self._settings, rows)
         tiles, last_seen = plan
         extend_attention(q, pool, cache.table, tiles, cache.group.window, rows.out.view(q.shape), last_seen=last_seen)
-
-
-def _last_seen(chunk: Chunk) -> Tensor:
-    """Returns int32 [size]: the last position that each of its rows sees: its own, or its span's last."""
-    seen = torch.arange(chunk.start, chunk.end, dtype=torch.int32)
-    for first, last in chunk.spans:
-        seen[first - chunk.start : last - chunk.start] = last - 1
-    return seen
 
 
 def parts(settings: PartSettings, **_: bool) -> AttentionParts:

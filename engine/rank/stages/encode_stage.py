@@ -14,7 +14,7 @@ Those that the cache has moved to the host are copied from there as chunks reach
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -174,10 +174,6 @@ class EncodeStage:
         for encoded in self._items:
             encoded.output = self._outputs[_key(encoded.item)]
         self._items, self._outputs, self._shares = [], {}, []
-
-    def has_items(self, slots: Iterable[int]) -> bool:
-        """Returns whether any of the slots has an item whose end no chunk has reached."""
-        return any(self._slot_items[slot] for slot in slots)
 
     def soft_tokens(self, chunks: Sequence[Chunk]) -> SoftTokens | None:
         """Returns the soft tokens of a step's chunks, None if they have none. Items that end in a chunk are dropped."""

@@ -1,7 +1,7 @@
 """The forward of a step: the plan applied to the device's tables, the step's batch, the model.
 
 Plans are padded to buckets; the host decides nothing of them, so that a graph can hold them. A plan with many prompt tokens, or
-whose chunks the host must know (`ForwardStage.eager`), runs as it is.
+that reports logprobs of them (`ForwardStage.eager`), runs as it is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.plan import PlanView
 from engine.rank.attention.base import AttentionBackend
-from engine.rank.batch import ForwardBatch, SoftTokens
+from engine.rank.batch import Chunk, ForwardBatch, SoftTokens, last_seen_of
 from engine.rank.models.allreduce_norm import Peers
 from engine.rank.models.architecture import Model
 from engine.rank.page_check import PageCheck
@@ -28,6 +28,14 @@ class ScoredBatch(NamedTuple):
     scored: Sequence[ScoredRows]
     batch: ForwardBatch
     hidden: Tensor
+
+
+class MediaRows(NamedTuple):
+    """Fixed addresses of what padded steps have of media: `SoftTokens` of so many rows, and `ForwardBatch.last_seen`."""
+
+    rows: Tensor
+    values: Tensor
+    last_seen: Tensor
 
 
 class FinalRows(NamedTuple):
@@ -48,7 +56,7 @@ class ForwardStage:
     """Runs the model over a step's rows.
 
     inboxes      the group's; None: sums over ranks are collectives
-    soft_tokens  of padded steps, at fixed addresses: so many as they may have; None: they have none
+    media        of padded steps; None: there are no encoders
     """
 
     model: Model
@@ -56,21 +64,26 @@ class ForwardStage:
     inputs: StepBuffers
     inboxes: Inboxes | None
     pages: PageCheck | None
-    soft_tokens: SoftTokens | None
+    media: MediaRows | None
 
-    def set_soft_tokens(self, soft: SoftTokens | None) -> None:
-        """Set the soft tokens of the next padded step; None: it has none."""
-        assert self.soft_tokens is not None
-        rows, values = self.soft_tokens.rows.fill_(-1), self.soft_tokens.values
+    def set_media(self, soft: SoftTokens | None, chunks: Sequence[Chunk]) -> None:
+        """Set the soft tokens of the next padded step, None if it has none, and what rows of its chunks see."""
+        assert self.media is not None
+        rows, values, last_seen = self.media
+        rows.fill_(-1)
         if soft is not None:
             rows[: len(soft.rows)], values[: len(soft.rows)] = soft.rows, soft.values
+        last_seen.fill_(-1)
+        if (seen := last_seen_of(chunks, rows.device)) is not None:
+            last_seen[: len(seen)] = seen
 
     def padded(self, sizes: StepSizes, width: int) -> tuple[ForwardBatch, Tensor]:
         """Returns inputs and final hidden rows of the uploaded plan's result rows, padded to `sizes`, with decode rows of `width`
         tokens. Capturable."""
         batch, ends = self._inputs_of(sizes, width)
-        if (soft := self.soft_tokens) is not None and sizes.prompts:
-            batch = replace(batch, soft=SoftTokens(soft.rows[: sizes.prompts], soft.values[: sizes.prompts]))
+        if self.media is not None and sizes.prompts:
+            rows, values, last_seen = (part[: sizes.prompts] for part in self.media)
+            batch = replace(batch, soft=SoftTokens(rows, values), last_seen=last_seen)
         return ends, self.run(batch)
 
     def _inputs_of(self, sizes: StepSizes, width: int) -> tuple[ForwardBatch, ForwardBatch]:
@@ -97,7 +110,7 @@ class ForwardStage:
             return FinalRows(self.inputs.plan[:0])
         chunks = chunks_of(plan)
         batch, ends = self._inputs_of(StepSizes.of(plan), width)
-        batch = replace(batch, chunks=chunks, soft=media.soft_tokens(chunks))
+        batch = replace(batch, chunks=chunks, last_seen=last_seen_of(chunks, batch.ids.device), soft=media.soft_tokens(chunks))
         if not (scored := scored_rows(batch.chunks, scorings)):
             return FinalRows(self.run(batch), ends)
         hidden = self.run(replace(batch, logit_rows=None))
