@@ -173,11 +173,11 @@ class Embedding(nn.Module):
             if self._parallel.size > 1:  # one collective for both
                 rows, ple = self._parallel.all_reduce(torch.cat([rows, ple], 1)).split([rows.shape[1], ple.shape[1]], 1)
         if soft is not None:
-            rows = torch.cat([(rows if geometry.ple else self._parallel.all_reduce(rows)) * scale, rows[:1]])
-            rows[soft.rows], scale = soft.values, 1.0
+            rows, scale = torch.cat([rows * scale, rows[:1]]), 1.0
+            summed = ple is not None or self._parallel.rank == 0  # in a sum over ranks that is to come the first has all of them
+            rows[soft.rows] = soft.values if summed else torch.zeros_like(soft.values)
             rows = rows[:-1]
-        summed = ple is not None or soft is not None
-        h, x = allreduce_norm(rows.contiguous(), None, None, next_norm, scale=scale, summed=summed)
+        h, x = allreduce_norm(rows.contiguous(), None, None, next_norm, scale=scale, summed=ple is not None)
         if ple is None:
             return h, x, None
         context = self.ple_projection(h)

@@ -152,7 +152,7 @@ def test_drafts_are_verified_beside_chunks(nano: Nano, monkeypatch: pytest.Monke
 
 
 def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
-    """Chunks of images, chunks whose prompts' logprobs are wanted, and steps of more rows or chunks than any size has; where layers
+    """Chunks whose prompts' logprobs are wanted, and steps of more rows or chunks than any size has; where layers
     share K and V, or ranks norm own rows, there are larger ones."""
     made, sharing = (build(single(config_of(nano(member), 1, prefill_budget=3500)), PAGES) for member in ("31b", "e2b"))
     inboxes = Inboxes(MagicMock(), MagicMock(), MagicMock())
@@ -175,6 +175,6 @@ def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
     assert sharing._padded_sizes(full) == (3500, 27, 0, 4)
     assert by_rows._padded_sizes(many) == (3072, 24, 0, 4)
     assert padded(*((slot, 0, 1, 1, 0, 0) for slot in range(MOST_PADDED_CHUNKS + 1))) is None
-    assert padded((0, 3, 20, 19, 0, 1), spans=[(4, 6)]) is None
+    assert padded((0, 3, 20, 19, 0, 1), spans=[(4, 6)]) == padded(chunk), "an image is no case of its own"
     made.slots.prompt_scorings[0] = PromptScoring(1, 9, 0)
     assert padded(chunk) is None
