@@ -22,7 +22,7 @@ from engine.errors import ConfigError
 from engine.rank.attention import attention_backend
 from engine.rank.attention.base import AttentionParts, LayerRows, PartSettings
 from engine.rank.attention.paged import ExtendPlan, PagedDecode, PagedExtend
-from engine.rank.batch import RowBlock
+from engine.rank.batch import RowBlock, last_seen_of
 from engine.rank.kv import KVCache
 from engine.rank.parallel import Single
 from engine.rank.start_checks import check_attention
@@ -56,7 +56,7 @@ class CausalExtend(PagedExtend):
     def prepare(self, block: RowBlock) -> ExtendPlan:
         """As `AttentionPart.prepare`."""
         CausalExtend.rows += len(block.slots)
-        return super().prepare(replace(block, chunks=tuple(replace(chunk, spans=()) for chunk in block.chunks)))
+        return super().prepare(replace(block, last_seen=None))
 
 
 def parts(settings: PartSettings, **_: bool) -> AttentionParts:
@@ -148,7 +148,8 @@ def test_images_are_left_to_our_own(monkeypatch: pytest.MonkeyPatch, bidirection
     it = scene(Kind(4, 2, 32, 300, page=16), [500], [(0, 70), (100, 130)])
     it.cache.group = replace(it.cache.group, bidirectional=bidirectional)
     first, second = it.batch.chunks
-    image = replace(it, batch=replace(it.batch, chunks=(replace(first, spans=((3, 60),)), second)))
+    seen = last_seen_of((replace(first, spans=((3, 60),)), second), it.settings.device)
+    image = replace(it, batch=replace(it.batch, last_seen=seen))
     shape = SimpleNamespace(heads=4, eps=1e-6)
     chunks = EngineConfig(model="", device="cpu", attention_extend="fake")
     router = attention_backend(chunks, shape, KVCache([it.cache]), 1, it.settings.buckets)
