@@ -42,7 +42,7 @@ def chunk_rows(chunks: Sequence[Chunk]) -> int:
 
 
 def last_seen_of(chunks: Sequence[Chunk], device: torch.device) -> Tensor | None:
-    """Returns `ForwardBatch.last_seen` of chunks; None where they have no spans."""
+    """Returns `ForwardBatch.last_seen` of chunks; None where they have no spans: each row sees up to itself."""
     if not any(chunk.spans for chunk in chunks):
         return None
     seen = torch.full((chunk_rows(chunks),), -1, dtype=torch.int32)
@@ -95,7 +95,7 @@ class ForwardBatch:
     prompts              rows of prefill chunks, padded
     chunk_list int32 [n, 4] those chunks (`kernels.chunks`);   chunks  the same on the host, in row order; none in a graph
     last_seen int32 [prompts] the last position that a row of the chunks sees where tokens of an image see each other both ways; one
-                         below its own: it sees up to itself, as all do where this is None
+                         below its own: it sees up to itself. None: as `chunks` say
     width                decode rows of a sequence
     soft                 what encoders put into rows of the chunks; None: nothing
     """
@@ -124,8 +124,9 @@ class ForwardBatch:
         blocks, first = [], self.prompts
         extend, decode = slice(0, first), slice(first, self.rows)
         if first:
-            inputs = self.row_inputs(extend)
-            blocks.append(RowBlock("extend", extend, *inputs, 1, (), self.chunks, self.chunk_list, self.last_seen))
+            inputs, seen = self.row_inputs(extend), self.last_seen
+            seen = last_seen_of(self.chunks, self.ids.device) if seen is None else seen
+            blocks.append(RowBlock("extend", extend, *inputs, 1, (), self.chunks, self.chunk_list, seen))
         if first < self.rows:
             blocks.append(RowBlock("decode", decode, *self.row_inputs(decode), self.width, self.pages))
         return tuple(blocks)
@@ -160,4 +161,4 @@ def eager_batch(
         rotary_table(positions, frequency, rope[key])
     rows = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in chunks]
     chunk_list = uploaded(torch.tensor(rows, dtype=torch.int32).view(-1, 4), ids.device)
-    return ForwardBatch(ids, positions, slots, rope, pages, None, chunks, 1, first, chunk_list, last_seen_of(chunks, ids.device))
+    return ForwardBatch(ids, positions, slots, rope, pages, chunks=chunks, prompts=first, chunk_list=chunk_list)

@@ -27,7 +27,7 @@ from engine.memory import buckets
 from engine.plan import DEPTH, PlanView, StepPlan, encode_plan, read_plan
 from engine.protocol import MAX_ALTERNATIVES, MAX_SPAN, MediaKind
 from engine.rank.attention import FailedChecks, attention_backend
-from engine.rank.batch import ForwardBatch, last_seen_of
+from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import StageGraphs
 from engine.rank.kv import KVCache
 from engine.rank.models.architecture import MediaEncoder, Model
@@ -243,8 +243,7 @@ class Runner:
             plan = read_plan(encode_plan(StepPlan(1, chunks=[chunk], spans=[(0, rows)] * image)))
             self._inputs.upload(plan)
             self._inputs.apply()
-            chunks = chunks_of(plan)
-            batch = replace(self._inputs.batch(StepSizes.of(plan))[0], chunks=chunks, last_seen=last_seen_of(chunks, self._device))
+            batch = replace(self._inputs.batch(StepSizes.of(plan))[0], chunks=chunks_of(plan))
             hidden = self.forward_stage.run(replace(batch, logit_rows=None))
             assert batch.logit_rows is not None
             for results in {1: self._buckets, size: self._buckets[1::-1]}.get(rows, ()):  # those that have variants of kernels

@@ -110,7 +110,7 @@ class ForwardStage:
             return FinalRows(self.inputs.plan[:0])
         chunks = chunks_of(plan)
         batch, ends = self._inputs_of(StepSizes.of(plan), width)
-        batch = replace(batch, chunks=chunks, last_seen=last_seen_of(chunks, batch.ids.device), soft=media.soft_tokens(chunks))
+        batch = replace(batch, chunks=chunks, soft=media.soft_tokens(chunks))
         if not (scored := scored_rows(batch.chunks, scorings)):
             return FinalRows(self.run(batch), ends)
         hidden = self.run(replace(batch, logit_rows=None))

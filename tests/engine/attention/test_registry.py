@@ -22,7 +22,7 @@ from engine.errors import ConfigError
 from engine.rank.attention import attention_backend
 from engine.rank.attention.base import AttentionParts, LayerRows, PartSettings
 from engine.rank.attention.paged import ExtendPlan, PagedDecode, PagedExtend
-from engine.rank.batch import RowBlock, last_seen_of
+from engine.rank.batch import RowBlock
 from engine.rank.kv import KVCache
 from engine.rank.parallel import Single
 from engine.rank.start_checks import check_attention
@@ -148,8 +148,7 @@ def test_images_are_left_to_our_own(monkeypatch: pytest.MonkeyPatch, bidirection
     it = scene(Kind(4, 2, 32, 300, page=16), [500], [(0, 70), (100, 130)])
     it.cache.group = replace(it.cache.group, bidirectional=bidirectional)
     first, second = it.batch.chunks
-    seen = last_seen_of((replace(first, spans=((3, 60),)), second), it.settings.device)
-    image = replace(it, batch=replace(it.batch, last_seen=seen))
+    image = replace(it, batch=replace(it.batch, chunks=(replace(first, spans=((3, 60),)), second)))
     shape = SimpleNamespace(heads=4, eps=1e-6)
     chunks = EngineConfig(model="", device="cpu", attention_extend="fake")
     router = attention_backend(chunks, shape, KVCache([it.cache]), 1, it.settings.buckets)

@@ -152,8 +152,8 @@ def test_drafts_are_verified_beside_chunks(nano: Nano, monkeypatch: pytest.Monke
 
 
 def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
-    """Chunks whose prompts' logprobs are wanted, and steps of more rows or chunks than any size has; where layers
-    share K and V, or ranks norm own rows, there are larger ones."""
+    """Chunks whose prompts' logprobs are wanted, and steps of more rows or chunks than any size has; where layers share K and V, or
+    ranks norm own rows, there are larger ones."""
     made, sharing = (build(single(config_of(nano(member), 1, prefill_budget=3500)), PAGES) for member in ("31b", "e2b"))
     inboxes = Inboxes(MagicMock(), MagicMock(), MagicMock())
     by_rows = build(replace(single(config_of(nano("31b"), 1, prefill_budget=4096)), inboxes=inboxes), PAGES)
