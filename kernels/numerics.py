@@ -43,9 +43,9 @@ def add_product(x, weight, total, SWAP: tl.constexpr):
 
 @triton.jit
 def softmax_step(scores, row_max, row_sum):
-    """One step of an online softmax in base 2: the new row_max, the weights, by what older sums are rescaled, the new row_sum."""
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_max[:, None])
+    """One step of an online softmax: the new row_max, in base 2, the weights, by what older sums are rescaled, the new row_sum."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * LOG2E)
+    weights = tl.exp2(scores * LOG2E - new_max[:, None])
     rescale = tl.exp2(row_max - new_max)
     return new_max, weights, rescale, row_sum * rescale + tl.sum(weights, 1)
 

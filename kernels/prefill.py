@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
-from kernels.numerics import LOG2E, cast, dot, softmax_step
+from kernels.numerics import cast, dot, softmax_step
 from kernels.paged_attention import attention
 from kernels.slots import first_page
 from kernels.splitkv import page_of
@@ -184,7 +184,7 @@ def _walk(
         k = tl.load(offset, held, other=0.0)
         v = tl.load(value, held, other=0.0)
         pages = page_of(ids, key + KEYS, width, KEYS, PAGE)  # one turn ahead
-        scores = dot(q, tl.trans(k)) * LOG2E
+        scores = dot(q, tl.trans(k))
         if MASKED:
             seen = (keys[None, :] <= newest[:, None]) & (keys < end)[None, :]
             if WINDOW > 0:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from triton.language import constexpr
 
 from kernels.launch import cdiv, check_contiguous, enabled, launch, trigger, wait
-from kernels.numerics import LOG2E, cast, dot, softmax_step
+from kernels.numerics import cast, dot, softmax_step
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
@@ -32,53 +32,53 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: i
     whole = 1 << d.bit_length() - 1
     rest = max(16, d - whole) if d > whole else 0
     assert rest & (rest - 1) == 0, f"head dim {d}: a power of two, or the sum of one and a smaller one from 16 on, is needed"
-    tile_rows, tile_keys, warps = (128, 64, 8) if q.element_size() == 2 else (16, 16, 4)
-    launch(
-        _attend, (cdiv(longest, tile_rows), heads, len(starts) - 1), q, k, v, starts, out,
-        HEADS=heads, D=d, WHOLE=whole, REST=rest, ROWS=tile_rows, KEYS=tile_keys, warps=warps,
-    )  # fmt: skip
+    tile = 64 if q.element_size() == 2 else 16
+    grid = cdiv(longest, tile), heads, len(starts) - 1
+    launch(_attend, grid, q, k, v, starts, out, HEADS=heads, D=d, WHOLE=whole, REST=rest, TILE=tile)
     return out
 
 
 @triton.jit
 def _attend(
     q, k, v, starts, out,
-    HEADS: constexpr, D: constexpr, WHOLE: constexpr, REST: constexpr, ROWS: constexpr, KEYS: constexpr, PDL: constexpr,
+    HEADS: constexpr, D: constexpr, WHOLE: constexpr, REST: constexpr, TILE: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """A program: ROWS queries of a picture, one head."""
+    """A program: TILE queries of a picture, one head."""
     trigger(PDL)
     picture, head = tl.program_id(2), tl.program_id(1)
     wait(PDL)
     begin, end = tl.load(starts + picture), tl.load(starts + picture + 1)
-    row = begin + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if begin + tl.program_id(0) * ROWS >= end:
+    first = begin + tl.program_id(0) * TILE
+    if first >= end:
         return
     dims, rest = tl.arange(0, WHOLE), WHOLE + tl.arange(0, REST or 16)
-    offset = (row.to(tl.int64) * HEADS + head)[:, None] * D
+    row = first + tl.arange(0, TILE)
+    offset = (row * HEADS + head)[:, None] * D
     live = (row < end)[:, None]
     queries = tl.load(q + offset + dims[None, :], live, 0.0)
     if REST:
         rest_queries = tl.load(q + offset + rest[None, :], live & (rest < D)[None, :], 0.0)
-    row_max = tl.full([ROWS], -1e30, tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WHOLE], tl.float32)
-    rest_acc = tl.zeros([ROWS, REST or 16], tl.float32)
-    for first in tl.range(begin, end, KEYS):
-        key = first + tl.arange(0, KEYS)
-        seen = key < end
-        key_at = (key.to(tl.int64) * HEADS + head)[:, None] * D
-        scores = dot(queries, tl.trans(tl.load(k + key_at + dims[None, :], seen[:, None], 0.0)))
-        if REST:
-            rest_keys = tl.load(k + key_at + rest[None, :], seen[:, None] & (rest < D)[None, :], 0.0)
-            scores += dot(rest_queries, tl.trans(rest_keys))
-        scores = tl.where(seen[None, :], scores * LOG2E, -float("inf"))
-        row_max, weights, rescale, row_sum = softmax_step(scores, row_max, row_sum)
-        values = tl.load(v + key_at + dims[None, :], seen[:, None], 0.0)
-        weights = cast(weights, values.dtype)
-        acc = acc * rescale[:, None] + dot(weights, values)
-        if REST:
-            rest_values = tl.load(v + key_at + rest[None, :], seen[:, None] & (rest < D)[None, :], 0.0)
-            rest_acc = rest_acc * rescale[:, None] + dot(weights, rest_values)
+    row_max = tl.full([TILE], -1e30, tl.float32)
+    row_sum = tl.zeros([TILE], tl.float32)
+    acc = tl.zeros([TILE, WHOLE], tl.float32)
+    rest_acc = tl.zeros([TILE, REST or 16], tl.float32)
+    last = begin + (end - begin) // TILE * TILE
+    for edge in tl.static_range(2):  # turns without a mask, then one with it: in an `if` Triton 3.6 gets heads of 72 wrong
+        for key in tl.range(last if edge else begin, end if edge else last, TILE):
+            seen = (key + tl.arange(0, TILE) < end) | (edge == 0)  # a mask that holds everywhere is compiled away
+            rest_seen = seen[:, None] & (rest < D)[None, :]
+            start, at = (key * HEADS + head) * D, tl.arange(0, TILE)[:, None] * (HEADS * D)  # one address a turn, fixed offsets
+            scores = dot(queries, tl.trans(tl.load(k + start + (at + dims[None, :]), seen[:, None], 0.0)))
+            if REST:
+                scores += dot(rest_queries, tl.trans(tl.load(k + start + (at + rest[None, :]), rest_seen, 0.0)))
+            if edge:
+                scores = tl.where(seen[None, :], scores, -float("inf"))
+            row_max, weights, rescale, row_sum = softmax_step(scores, row_max, row_sum)
+            values = tl.load(v + start + (at + dims[None, :]), seen[:, None], 0.0)
+            weights = cast(weights, values.dtype)
+            acc = acc * rescale[:, None] + dot(weights, values)
+            if REST:
+                rest_acc = rest_acc * rescale[:, None] + dot(weights, tl.load(v + start + (at + rest[None, :]), rest_seen, 0.0))
     tl.store(out + offset + dims[None, :], cast(acc / row_sum[:, None], out.dtype.element_ty), live)
     if REST:
         tl.store(out + offset + rest[None, :], cast(rest_acc / row_sum[:, None], out.dtype.element_ty), live & (rest < D)[None, :])

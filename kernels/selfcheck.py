@@ -212,9 +212,9 @@ def _axial_rope(draw: RandomInputs) -> Outputs:
 
 
 def _ragged(draw: RandomInputs) -> Outputs:
-    """Two pictures, of one row and of many; heads of 16 and a rest of 8."""
-    q, k, v = draw.floats(3, 40, 2, 24, scale=24**-0.25)
-    return (ragged_attention(q, k, v, draw.ints(0, 1, 40), 39),)
+    """Three pictures, of one row, of less than a turn's keys, of several turns; heads of 64 and a rest of 8."""
+    q, k, v = draw.floats(3, 180, 2, 72, scale=72**-0.25)
+    return (ragged_attention(q, k, v, draw.ints(0, 1, 40, 180), 140),)
 
 
 def _decode(draw: RandomInputs, heads: int, kv_heads: int, d: int, kv_projections: int, window: int | None) -> Outputs:

@@ -24,7 +24,7 @@ from triton.language import constexpr
 
 from kernels.decode import DecodeScratch
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, processors, shared_memory, trigger, wait
-from kernels.numerics import LOG2E, cast, dot, prefetch, softmax_step
+from kernels.numerics import cast, dot, prefetch, softmax_step
 from kernels.paged_attention import attend_rows
 from kernels.splitkv import add_splits, addresses, load_run, page_of
 
@@ -196,7 +196,7 @@ def verify_kernel(
         scores = dot(queries, tl.trans(k))
         if PAIRS > 0:
             scores += dot(of_values, tl.trans(v))
-        scores = tl.where(seen, scores * LOG2E, -float("inf"))
+        scores = tl.where(seen, scores, -float("inf"))
         row_max, weights, rescale, row_sum = softmax_step(scores, row_max, row_sum)
         acc = acc * rescale[:, None] + dot(cast(weights, v.dtype), v)
 
