@@ -16,6 +16,9 @@ CONFIG ?= deploy/nano.yaml
 PYTEST_ARGS ?=
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
+# However it was set: every process of a stack, and of its tests, would compile all modules anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 # Errors of types that benches and GPU tests may have; names that are not there they may not: CPUs run little of them.
 LENIENT := arg-type assignment call-arg func-returns-value var-annotated

@@ -36,7 +36,7 @@ from deploy.settings import ServeConfig, Settings, http_address
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead
 
-_POLL_S = 0.1
+_POLL_S = 0.3
 ROUTED_S = 60.0  # HAProxy learns of a replica within a few seconds
 _OWNER = "launcher.pid"
 _CUT_S = 0.5

@@ -12,7 +12,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
-from ray import serve
 from ray.exceptions import RayError
 
 from dashboards.discovery import DiscoveryServer, HttpSdList, ReplicaRegistry, ScrapeTarget
@@ -123,6 +122,8 @@ def ray_exporters() -> HttpSdList:
 
 def target_here(model: str, metrics_url: str) -> ScrapeTarget:
     """Describes this replica, as Serve and Ray call it, with the exporter at `metrics_url`."""
+    from ray import serve  # whose import takes a second, which the actor can do without
+
     context = serve.get_replica_context()
     node = ray.util.get_node_ip_address()
     address = address_of(metrics_url, node)

@@ -31,7 +31,7 @@ global
 defaults
     mode http
     timeout client 5s
-    timeout connect 1s
+    timeout connect 100ms
     timeout server {server_timeout}
     option abortonclose
     option splice-request

@@ -401,7 +401,7 @@ def test_no_other_stack_answers_for_it(stack: Stack, tmp_path: Path) -> None:
     The first stack has none, and its own proxy listens all the time: planted, one port for both proxies, it answers.
     """
     (tmp_path / "keys").write_text(f"{sha256(b'secret').hexdigest()} alice\n")
-    keyed = Stack(tmp_path, args={"tp": 1, "keys": {"file": str(tmp_path / "keys")}})
+    keyed = Stack(tmp_path, args={"tp": 1, "mtp": {}, "keys": {"file": str(tmp_path / "keys")}})
     statuses = Counter()
     over = Event()
 

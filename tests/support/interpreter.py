@@ -19,7 +19,7 @@ from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,11 +78,19 @@ def _run(file: str, cases: str, output: str) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Has Triton replace the language's functions once a kernel. It does so anew at each call of a device function, whose caller
-    has done so: most of the time of a small kernel."""
+    """Has Triton replace the language's functions once. It does so anew at each launch and at each call of a device function."""
     if interpreter := sys.modules.get("triton.runtime.interpreter"):
+        from tests.support import interpreter_types
+
+        interpreter_types.share()
         patch = interpreter._patch_lang
-        interpreter._patch_lang = lambda fn: None if _is_patched(fn) else patch(fn)  # type: ignore[attr-defined]
+
+        def patch_once(fn: Any) -> SimpleNamespace:
+            if not _is_patched(fn):
+                patch(fn)
+            return SimpleNamespace(restore=lambda: None)
+
+        interpreter._patch_lang = patch_once  # type: ignore[attr-defined]
 
 
 def _is_patched(fn: Any) -> bool:

@@ -53,10 +53,14 @@ def many_scans() -> bytes:
 
 
 @cache
-def silence(*, said: bool = True) -> bytes:
+def silence() -> bytes:
     """Two hours."""
-    flac = sound(np.zeros(7_200_000, np.float32), "flac", "flac", 1000)
-    return flac if said else flac[:21] + bytes([flac[21] & 0xF0, 0, 0, 0, 0]) + flac[26:]
+    return sound(np.zeros(7_200_000, np.float32), "flac", "flac", 1000)
+
+
+def of_no_length(flac: bytes) -> bytes:
+    """The same file, which does not say how long it is."""
+    return flac[:21] + bytes([flac[21] & 0xF0, 0, 0, 0, 0]) + flac[26:]
 
 
 def noise(height: int, width: int) -> Image.Image:
@@ -96,7 +100,7 @@ REFUSED: dict[str, Callable[[], bytes]] = {
     "half an MP4": lambda: media("video", film(moving(48), "libx264", "mp4")[:-4000]),
     "a playlist in an MP4": lambda: media("video", b"\0\0\0\x20ftypisom\n#EXTM3U\nfile:///etc/passwd\n"),
     "a FLAC of 2 h of silence": lambda: media("audio", silence()),
-    "a FLAC that does not say how long": lambda: media("audio", silence(said=False)),
+    "a FLAC that does not say how long": lambda: media("audio", of_no_length(silence())),
     "half a FLAC": lambda: media("audio", silence()[:200_000]),
     "SVG": lambda: images(b'<svg xmlns="http://www.w3.org/2000/svg" width="90000" height="90000"/>'),
     "33 images": lambda: images(saved(BLACK, "PNG"), 33),

@@ -184,6 +184,7 @@ class LoadRun:
         self._client, self._target, self._prompts = client, target, prompts
         self._numbers = count()
         self.ledger = Ledger()
+        self.over = False  # nothing more is sent
 
     async def run(self, level: Level) -> Ledger:
         """Until everything that was sent has ended."""
@@ -194,8 +195,9 @@ class LoadRun:
 
     async def _send_all(self, level: Level, began: float) -> None:
         """What one client does."""
-        while (level.requests is None or self.ledger.sent < level.requests) and (
-            level.seconds is None or time.perf_counter() - began < level.seconds
+        while not self.over and (
+            (level.requests is None or self.ledger.sent < level.requests)
+            and (level.seconds is None or time.perf_counter() - began < level.seconds)
         ):
             prompt, tokens = self._prompts.next()
             record = RequestResult(next(self._numbers), tokens, time.perf_counter())

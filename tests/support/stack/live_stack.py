@@ -46,9 +46,9 @@ LEAD_S = 2.0  # the steady load's rates look back to so long before it, so that 
 
 
 class BackgroundLoad:
-    """A closed load in a thread of its own: CLIENTS requests are open at any time, for so many seconds."""
+    """A closed load in a thread of its own: CLIENTS requests are open at any time, for so many seconds, or until `stop`."""
 
-    def __init__(self, url: str, scale: Scale, seconds: float, seed: int) -> None:
+    def __init__(self, url: str, scale: Scale, seconds: float | None, seed: int) -> None:
         self._target = Endpoint(url, MODEL, timeout_s=60)
         self._level = Level(concurrency=CLIENTS, seconds=seconds)
         self._prompts = Prompts(PROMPT, OUTPUT, scale, seed)
@@ -67,6 +67,11 @@ class BackgroundLoad:
     def so_far(self) -> int:
         """Requests sent until now."""
         return self._load.ledger.sent if self._load else 0
+
+    def stop(self) -> None:
+        """Send nothing more."""
+        assert self._load is not None
+        self._load.over = True
 
     def join(self) -> "Phase":
         """Wait for the answers."""
@@ -166,8 +171,9 @@ def fault_renamed(scrapes: Sequence[dict[str, Any]], listed: Mapping[str, Any]) 
 
 
 @contextmanager
-def live_run(folder: Path, steady_s: float, failover_s: float, seed: int, *, faults: bool = False) -> Iterator[LiveRun]:
-    """Boot, load, kill one replica, load on; all is over when it is yielded, but Prometheus still answers."""
+def live_run(folder: Path, steady_s: float, failover_s: float | None, seed: int, *, faults: bool = False) -> Iterator[LiveRun]:
+    """Boot, load, kill one replica, load on; all is over when it is yielded, but Prometheus still answers. failover_s None: until
+    the killed one's successor has answered requests."""
     with ExitStack() as stack:
         served = Stack(folder, args=ARGS, deployment=REPLICA_OPTIONS)
         stack.callback(served.clean_up)
@@ -199,9 +205,12 @@ def _steady(served: Stack, scale: Scale, seconds: float, seed: int) -> Phase:
 
 
 RECEIVED = "sum(quartet_deployment_requests_received_total)"
+ANSWERING = 'sum by (replica) (quartet_requests_total{outcome="length"}) > 0'
 
 
-def _failover(served: Stack, api: Api, scale: Scale, seconds: float, seed: int, earlier: int) -> tuple[Phase, KilledReplica]:
+def _failover(
+    served: Stack, api: Api, scale: Scale, seconds: float | None, seed: int, earlier: int
+) -> tuple[Phase, KilledReplica]:
     """A load of `seconds`; soon after its begin a replica is killed. It goes on until the successor has answered requests, too."""
     load = BackgroundLoad(served.url, scale, seconds, seed)
     time.sleep(KILL_AFTER_S)
@@ -210,6 +219,9 @@ def _failover(served: Stack, api: Api, scale: Scale, seconds: float, seed: int, 
     replica = _replica_of(api, pid)
     os.kill(pid, signal.SIGKILL)
     death = _watch(api, load, earlier, replica, before, time.time())
+    if seconds is None:
+        wait(lambda: len(api.ask(ANSWERING)) == REPLICAS, 40, served.said)
+        load.stop()
     return load.join(), death
 
 
