@@ -16,7 +16,7 @@ CONFIG ?= deploy/nano.yaml
 PYTEST_ARGS ?=
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
-# However it was set: every process of a stack, and of its tests, would compile all modules anew.
+# Where it is set, every process of a stack, and of its tests, would compile all modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv

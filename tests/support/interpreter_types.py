@@ -1,4 +1,4 @@
-"""Has Triton's interpreter make each type and each constant once: making them is most of the time of a small kernel."""
+"""Has Triton's interpreter make each type once: making types is most of the time of a small kernel."""
 
 import dataclasses
 from collections.abc import Callable

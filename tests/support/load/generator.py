@@ -195,8 +195,9 @@ class LoadRun:
 
     async def _send_all(self, level: Level, began: float) -> None:
         """What one client does."""
-        while not self.over and (
-            (level.requests is None or self.ledger.sent < level.requests)
+        while (
+            not self.over
+            and (level.requests is None or self.ledger.sent < level.requests)
             and (level.seconds is None or time.perf_counter() - began < level.seconds)
         ):
             prompt, tokens = self._prompts.next()
