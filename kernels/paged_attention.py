@@ -22,11 +22,10 @@ def attend_rows(q: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, wi
 
     q and out [rows * q_len, heads, d]; pool one layer's; page_ids int32 [rows, width]; positions int32 [rows * q_len]
     """
-    rows, page = len(page_ids), pool.shape[3]
-    queries = q.unflatten(0, (rows, -1))
-    attended = out.unflatten(0, (rows, -1))
+    rows = len(page_ids)
+    queries, attended = (x.unflatten(0, (rows, -1)) for x in (q, out))
     at = positions.view(rows, -1)
-    first = first_page(at[:, 0], page, window)
+    first = first_page(at[:, 0], pool.shape[3], window)
     reach = None if window is None else window + at.shape[1] - 1  # keys from the first query's oldest to the last one's own
     for block, pages in _row_blocks((at.amax(1) + 1).tolist(), pool, reach):
         attended[block] = attention(queries[block], pool, page_ids[block, :pages], first[block], at[block], window)
@@ -45,15 +44,15 @@ def attention(
     rows, n, _, d = q.shape
     kv_heads, page = pool.shape[2:4]
     last_seen = positions if last_seen is None else last_seen
-    entries = first[:, None] + torch.arange(page_ids.shape[1], device=q.device)
-    page_ids = torch.where(entries * page <= last_seen.amax(1, keepdim=True), page_ids, 0)  # else the null page, which is masked
-    keys = (entries[..., None] * page + torch.arange(page, device=q.device)).view(rows, 1, -1)
+    keys = (first[:, None] * page + torch.arange(page_ids.shape[1] * page, device=q.device))[:, None]
+    page_ids = torch.where(keys[:, 0, ::page] <= last_seen.amax(1, keepdim=True), page_ids, 0)  # else the null page: masked
     seen = keys <= last_seen[..., None]  # [rows, n, keys]
     if window is not None:
         seen &= keys > positions[..., None] - window
-    gathered = (pool[:, side].index_select(0, page_ids.flatten()).float().unflatten(0, (rows, -1)) for side in (0, 1))
-    k, v = (side.transpose(1, 2).flatten(2, 3) for side in gathered)  # [rows, kv_heads, keys, d]
-    v.masked_fill_(~seen.any(1)[:, None, :, None], 0.0)
+    heads = page_ids[:, None] * 2 * kv_heads + torch.arange(2 * kv_heads, device=q.device).view(2, 1, -1, 1)
+    k, v = torch.embedding(pool.view(-1, page * d), heads).float().view(2, rows, kv_heads, -1, d)  # each [rows, kv_heads, keys, d]
+    if not v.sum().isfinite():  # else weights of zero are enough
+        v.masked_fill_(~seen.any(1)[:, None, :, None], 0.0)
     grouped = q.float().view(rows, n, kv_heads, -1, d).transpose(1, 2)  # [rows, kv_heads, n, group, d]
     scores = (grouped.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, (n, -1))
     weights = scores.masked_fill_(~seen[:, None, :, None], -torch.inf).softmax(-1)

@@ -1,9 +1,10 @@
 """What every tier shares: its order and limits, the devices it may ask for, and the nano checkpoints."""
 
+import ctypes
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +20,7 @@ LONGEST = {
     *("test_random_models", "test_drafters", "test_page_check", "test_cached_prefixes", "test_runner", "test_step_times"),
     "test_compile_ahead",
 }
+KEPT_MEMORY = {-1: 1 << 30, -3: 1 << 28}  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 GPUS_NEEDED = {"gpu": 1, "gpu4": 2}
 
 # Tests reach no network, and their children inherit that: each `httpx.get` would read all certificates, for 40 ms of CPU.
@@ -50,16 +52,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (ORDER.index(_tier(item)), item.path.stem not in LONGEST))
     for item in items:
         needed = GPUS_NEEDED.get(_tier(item), 0)
-        if needed > _gpu_count_if(needed):
+        if needed and needed > _gpu_count():
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), this machine has {_gpu_count()}"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """One thread for torch in the cpu tier: the machine may have two cores, and small shapes gain nothing from both."""
+    """One thread for torch in the cpu tier: the machine may have two cores, and small shapes gain nothing from both. Its memory is
+    kept, as in ranks on CPUs."""
     if _tier(item) == "cpu":
         import torch
 
         torch.set_num_threads(1)
+        for option, size in KEPT_MEMORY.items():
+            ctypes.CDLL(None).mallopt(option, size)
 
 
 @pytest.fixture(scope="session")
@@ -91,19 +96,10 @@ def no_socket_file_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def _tier(item: pytest.Item) -> str:
-    tiers = _tiers(item.iter_markers())
+    tiers = {mark.name for mark in item.iter_markers()} & TIERS
     if len(tiers) != 1:
         raise pytest.UsageError(f"{item.nodeid}: needs exactly one tier of {', '.join(ORDER)}, has {sorted(tiers)}")
     return tiers.pop()
-
-
-def _tiers(marks: Iterable[pytest.Mark]) -> set[str]:
-    return {mark.name for mark in marks} & TIERS
-
-
-def _gpu_count_if(needed: int) -> int:
-    """The number of GPUs, without asking where none is needed."""
-    return _gpu_count() if needed else 0
 
 
 @cache
