@@ -28,22 +28,21 @@ def attend_rows(q: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, wi
     first = first_page(at[:, 0], pool.shape[3], window)
     reach = None if window is None else window + at.shape[1] - 1  # keys from the first query's oldest to the last one's own
     for block, pages in _row_blocks((at.amax(1) + 1).tolist(), pool, reach):
-        attended[block] = attention(queries[block], pool, page_ids[block, :pages], first[block], at[block], window)
+        attended[block] = attention(queries[block], pool, page_ids[block, :pages], first[block], at[block], window, at[block])
     out.masked_fill_((positions < 0)[:, None, None], 0.0)
 
 
 def attention(
-    q: Tensor, pool: Tensor, page_ids: Tensor, first: Tensor, positions: Tensor, window: int | None, last_seen: Tensor | None = None
+    q: Tensor, pool: Tensor, page_ids: Tensor, first: Tensor, positions: Tensor, window: int | None, last_seen: Tensor
 ) -> Tensor:
     """q [rows, n, heads, d] at positions int [rows, n] -> the same shape and dtype; below position 0 anything comes out.
 
     pool       one layer's [pages, 2, kv_heads, page, d], K at [:, 0], V at [:, 1]
     page_ids   int [rows, pages]: the pages `first` int [rows] and on of each row; entries behind the last key seen are not read
-    last_seen  int [rows, n], the last position that each query sees; None: its own
+    last_seen  int [rows, n], the last position that each query sees
     """
     rows, n, _, d = q.shape
     kv_heads, page = pool.shape[2:4]
-    last_seen = positions if last_seen is None else last_seen
     keys = (first[:, None] * page + torch.arange(page_ids.shape[1] * page, device=q.device))[:, None]
     page_ids = torch.where(keys[:, 0, ::page] <= last_seen.amax(1, keepdim=True), page_ids, 0)  # else the null page: masked
     seen = keys <= last_seen[..., None]  # [rows, n, keys]

@@ -25,18 +25,17 @@ R = TypeVar("R", bound=Struct)
 
 
 class FormReader(Generic[R]):
-    """Reads a `kind`, whose key `file` is the file; `absent` keys are known elsewhere and have no function here."""
+    """Reads a `kind`, whose key `file` is the file; `absent` keys, with "[]" or without, have no function here."""
 
     def __init__(self, kind: type[R], absent: Collection[str]) -> None:
-        self.kind = kind
-        self._absent = absent
+        self.kind, self._absent = kind, absent
         self._decoder = msgspec.json.Decoder(kind, strict=False)
 
     def read(self, body: bytes) -> R:
         """What the form says. InvalidRequest names the first key that is wrong."""
         values = {}
         for name, value in _fields(body).items():
-            if name in self._absent:
+            if name.removesuffix("[]") in self._absent:
                 raise unsupported(name)
             values[name] = base64.b64encode(value).decode() if name == "file" else _text(name, value)
         return decode(msgspec.json.encode(values), "", self._decoder)

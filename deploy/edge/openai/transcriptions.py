@@ -21,7 +21,7 @@ from deploy.edge.response_format import OneChoice, ServedModel, Usage
 from engine.front.generation import Delta
 from engine.protocol import JsonObject
 
-_ABSENT = ("include[]", "timestamp_granularities[]", "known_speaker_names[]", "known_speaker_references[]")
+_ABSENT = ("include", "timestamp_granularities", "known_speaker_names", "known_speaker_references")
 _INSTRUCTION = """Transcribe the following speech segment in {language}.
 
 Follow these specific instructions for formatting the output:

@@ -89,6 +89,7 @@ def test_text_is_text(edge: Edge) -> None:
         ("response_format", "verbose_json"),
         ("response_format", "srt"),
         ("timestamp_granularities[]", "word"),
+        ("timestamp_granularities", "word"),
         ("temperature", "3"),
         ("stream", "perhaps"),
         ("prompt", "x" * 5000),

@@ -159,9 +159,6 @@ def head_error(drafter: Assistant, final: Tensor, expected: Tensor) -> float:
     return float((head.table.logits(final)[0] - expected).abs().max())
 
 
-Texts = dict[int, list[int]]  # by their first tokens
-
-
 def places(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Plant:
     """Another last key's position, and another rotary one."""
     drafting = StepBuffers.drafting
@@ -186,7 +183,7 @@ def test_rounds_equal_transformers(nano: Nano, tmp_path: Path, monkeypatch: pyte
     position L-1, a key fewer or one more), they are off by a hundred tolerances."""
     config, asked = config_of(nano(member), 1), [request(number, (12,) * 4) for number in (3, 0, 2, 4)]
     plain = texts(answers(partial(run, build(single(config), RECORDED_PAGES)), config, asked)[0])
-    known = {text[0]: text for one in asked for text in [[*memoryview(one.prompt).cast("i"), *plain[one.id][0]]]}
+    known = [[*memoryview(one.prompt).cast("i"), *plain[one.id][0]] for one in asked]
     assert round_error(nano(member), member, tmp_path, monkeypatch, known, asked) < 1e-4
     for name in ROUND_FAULTS if member == "31b" else ("a head of other rows", "one key more"):
         with monkeypatch.context() as patch:
@@ -195,7 +192,7 @@ def test_rounds_equal_transformers(nano: Nano, tmp_path: Path, monkeypatch: pyte
 
 
 def round_error(
-    folder: Path, member: str, out: Path, patch: pytest.MonkeyPatch, known: Texts, asked: list[GenerateRequest]
+    folder: Path, member: str, out: Path, patch: pytest.MonkeyPatch, known: list[list[int]], asked: list[GenerateRequest]
 ) -> float:
     """The largest difference of logits of any pass, and the most that a draft's logit lies below the best one, of all rounds of
     these requests, whose texts are `known`: most drafts are made right behind the drafter's back."""

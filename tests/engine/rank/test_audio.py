@@ -16,7 +16,7 @@ from engine.rank.models.audio import AudioEncoder, AudioTower, Before
 from engine.rank.models.clipped import load_encoder
 from engine.rank.models.encoder_weights import ENCODER_TENSORS
 from tests.conftest import Nano
-from tests.support.judge.oracle import load_oracle
+from tests.support.judge.oracle import error, load_oracle
 
 pytestmark = pytest.mark.cpu
 
@@ -51,10 +51,6 @@ def theirs(oracle: Any, batch: list[Tensor]) -> Tensor:
 @pytest.fixture(scope="module")
 def both(nano: Nano) -> Both:
     return cache(lambda member: (encoder(nano(member)), load_oracle(nano(member))))
-
-
-def error(made: Tensor, right: Tensor) -> float:
-    return ((made - right).abs().max() / right.abs().max()).item()
 
 
 @torch.inference_mode()

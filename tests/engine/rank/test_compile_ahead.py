@@ -22,12 +22,12 @@ pytestmark = pytest.mark.cpu
 TARGET, SHARES = (9, 0), 3
 
 
-def config(member: str, folder: Path, tp: int = 1, *, seqs: int = 4, budget: int = 64) -> EngineConfig:
+def config(member: str, folder: Path, tp: int = 1, **changes: Any) -> EngineConfig:
     """Of a few sequences with up to two drafts."""
     model = model_folder(f"random:{member}")
     mtp = {"model": str(drafters.write(model, folder)), "drafts": 2}
-    sizes = {"max_seqs": seqs, "max_len": 2048, "prefill_budget": budget}
-    return engine_config(model=str(model), tp=tp, device="cuda", dtype="bfloat16", load_format="dummy", mtp=mtp, **sizes)
+    settings = {"max_seqs": 4, "max_len": 2048, "prefill_budget": 64, "mtp": mtp, **changes}
+    return engine_config(model=str(model), tp=tp, device="cuda", dtype="bfloat16", load_format="dummy", **settings)
 
 
 def args(config: EngineConfig, share: int = 0, shares: int = 1, parent: int = 0) -> CompileArgs:
@@ -71,10 +71,12 @@ def test_each_process_compiles_its_share_while_the_rank_is_there(tmp_path: Path,
     assert run(0, os.getppid() + 1) == []
 
 
-def test_a_boot_finds_what_was_compiled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{"mtp": {}, "language_model_only": True}, pytest.param({}, marks=pytest.mark.slow)])
+def test_a_boot_finds_what_was_compiled(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Compiled by two processes, all that a rank launches is in the cache, under the keys that it looks up. Planted fault: kernels
     have their keys in the order in which they are launched, another one in every process; before Triton 3.8 it matters."""
-    asked, environment = config("31b", tmp_path, seqs=1, budget=16), os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    asked = config("31b", tmp_path, max_seqs=1, prefill_budget=16, **changes)
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     encoded = [msgspec.json.encode(args(asked, share, 2, os.getpid())).decode() for share in range(2)]
     command = [sys.executable, "-m", "engine.rank.compile_ahead"]
     compilers = [subprocess.Popen([*command, text], env=environment) for text in encoded]

@@ -2,11 +2,11 @@
 
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
 from functools import partial
-from operator import add, eq
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +45,6 @@ pytestmark = pytest.mark.cpu
 AT_ONCE, LENGTH, RIGHT = 32, 96, 0.8
 SKILLS = ("story", "think", "describe", "json", "sort", "edge")
 CALL = 48  # the token that opens a tool call
-
-
-@dataclass
-class Compared:
-    """What `same_with_drafts` has seen."""
-
-    tokens: int = 0
-    accepted: int = 0
-    preemptions: int = 0
-    aborted: int = 0
-    masked: int = 0  # tokens under a grammar
-
-    def __add__(self, other: "Compared") -> "Compared":
-        return Compared(*map(add, astuple(self), astuple(other)))
 
 
 def mixed_requests(member: str, numbers: range, length: int = LENGTH) -> list[GenerateRequest]:
@@ -102,9 +88,10 @@ def stepping(config: EngineConfig, plant: Callable[[Runner], None] = lambda _: N
     assert len({runner.state_hash for runner in runners}) == 1
 
 
-def guessing(known: Mapping[int, Sequence[int]], right: float, runner: Runner) -> None:
-    """Write over the drafts: tokens that are to come, each right by that chance. known: whole texts by their first tokens."""
+def guessing(texts: Iterable[Sequence[int]], right: float, runner: Runner) -> None:
+    """Write over the drafts: tokens of these texts that are to come, each right by that chance. No two begin alike."""
     stage, slots, rng = runner.draft_stage, runner.slots, random.Random(5)
+    known = {text[0]: text for text in texts}
     assert stage is not None
     own = stage.draft
 
@@ -124,8 +111,9 @@ def guessing(known: Mapping[int, Sequence[int]], right: float, runner: Runner) -
 
 def same_with_drafts(
     member: str, tp: int, asked: list[GenerateRequest], folder: Path, seed: int = 5, pages: tuple[int, int] = (112, 40)
-) -> Compared:
-    """Every tenth request is given up, and equal as far as it came. A member without a trained drafter gets guesses of its text."""
+) -> Counter[str]:
+    """Every tenth request is given up, and equal as far as it came. A member without a trained drafter gets guesses of its text.
+    What was seen is counted: masked tokens are those under a grammar."""
     aborted = [one.id for one in asked if one.id % 10 == 4]
     runs = []
     plant = lambda _: None  # noqa: E731
@@ -134,20 +122,22 @@ def same_with_drafts(
         config = config_of(folder, tp, **sizes, **mtp)
         drafting = AnyDrafts(range(9), (AT_ONCE,), seed) if mtp else None
         if mtp and member not in trained():
-            whole = {one.id: [*memoryview(one.prompt).cast("i"), *texts(runs[0][0])[one.id][0]] for one in asked}
-            plant = partial(guessing, {text[0]: text for text in whole.values()}, RIGHT)
+            whole = [[*memoryview(one.prompt).cast("i"), *texts(runs[0][0])[one.id][0]] for one in asked]
+            plant = partial(guessing, whole, RIGHT)
         with stepping(config, plant) as step:
             runs.append(answers(step, config, asked, every=1, aborted=aborted, drafting=drafting))
     (expected, _, _), (given, _, preemptions) = runs
-    compared = Compared(preemptions=preemptions)
+    compared = Counter(preemptions=preemptions)
     for one in asked:
         (tokens, *end), (others, *ended) = texts(expected)[one.id], texts(given)[one.id]
         assert all(map(eq, tokens, others)), one.id
         assert one.id in aborted or (len(others), *ended) == (len(tokens), *end), one.id
-        compared.aborted += ended[0] is FinishReason.abort
-        compared.tokens += len(others)
-        compared.accepted += sum(output.accepted for output in given[one.id])
-        compared.masked += len(others) if one.params.grammar else 0
+        compared.update(
+            aborted=ended[0] is FinishReason.abort,
+            tokens=len(others),
+            accepted=sum(output.accepted for output in given[one.id]),
+            masked=len(others) if one.params.grammar else 0,
+        )
     return compared
 
 
@@ -160,9 +150,9 @@ def test_text_is_that_without_drafts(nano: Nano, tmp_path: Path, member: str, tp
     that must agree; more than the pages hold, so that some are preempted."""
     asked = mixed_requests(member, range(3, 10), 40)
     compared = same_with_drafts(member, tp, asked, folder_of(nano, tmp_path, member), pages=(30, 10))
-    assert compared.accepted > compared.tokens / 10
-    assert min(compared.aborted, compared.masked) > 0
-    assert compared.preemptions > 0 or member not in ("31b", "26b-a4b")
+    assert compared["accepted"] > compared["tokens"] / 10
+    assert min(compared["aborted"], compared["masked"]) > 0
+    assert compared["preemptions"] > 0 or member not in ("31b", "26b-a4b")
 
 
 def folder_of(nano: Nano, out: Path, member: str) -> Path:
@@ -180,14 +170,14 @@ def folder_of(nano: Nano, out: Path, member: str) -> Path:
 @pytest.mark.parametrize(("member", "tp"), EVERY)
 def test_many_tokens_are_those_without_drafts(nano: Nano, tmp_path: Path, member: str, tp: int) -> None:
     """Of all members together 10^5 tokens: not one differs."""
-    folder, compared = folder_of(nano, tmp_path, member), Compared()
+    folder, compared = folder_of(nano, tmp_path, member), Counter[str]()
     for first in range(0, 600, 100):
         compared += same_with_drafts(member, tp, mixed_requests(member, range(first, first + 100)), folder, first)
         print(f"{member}, {tp} ranks: {compared}", flush=True)
-        if compared.tokens > 20_000:
+        if compared["tokens"] > 20_000:
             break
-    assert compared.tokens > 20_000
-    assert compared.preemptions > 0
+    assert compared["tokens"] > 20_000
+    assert compared["preemptions"] > 0
 
 
 @pytest.mark.parametrize(("drafts", "right"), [(1, 1.0), (3, 0.7), (8, 1.0)])
@@ -199,9 +189,9 @@ def test_right_drafts_save_steps(
     assistants.write(SHAPES["31b"], tmp_path)
     alone, config = config_of(nano("31b"), 1), config_of(nano("31b"), 1, mtp={"model": str(tmp_path), "drafts": drafts})
     expected, _, _ = answers(partial(run, build(single(alone), PAGES)), alone, requests())
-    whole = {one.id: [*memoryview(one.prompt).cast("i"), *texts(expected)[one.id][0]] for one in requests()}
+    whole = [[*memoryview(one.prompt).cast("i"), *texts(expected)[one.id][0]] for one in requests()]
     runner = build(single(config), PAGES)
-    guessing({text[0]: text for text in whole.values()}, right, runner)
+    guessing(whole, right, runner)
     given, plans, _ = answers(partial(run, runner), config, requests())
     assert texts(given) == texts(expected)
     under_grammars = sum(one.accepted for number in (7, 9) for one in given[number])

@@ -23,7 +23,7 @@ from kernels.ragged_attention import ragged_attention
 from tests.conftest import Nano
 from tests.support.engine.checkpoints import rewrite
 from tests.support.engine.rerun import Rerun
-from tests.support.judge.oracle import load_oracle
+from tests.support.judge.oracle import error, load_oracle
 from tests.support.judge.pictures import padded, pictures
 
 pytestmark = pytest.mark.cpu
@@ -46,21 +46,12 @@ def encoder(folder: Path) -> VisionEncoder:
 def theirs(oracle: Any, picture: Tensor, budget: int) -> Tensor:
     """transformers' rows of one picture [height, width, 3], padded as its processor pads it."""
     with torch.no_grad():
-        (found,) = oracle.model.get_image_features(*padded(oracle, [picture], budget)).pooler_output
-    return found  # type: ignore[no-any-return]
+        return oracle.model.get_image_features(*padded(oracle, [picture], budget)).pooler_output[0]  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
 def both(nano: Nano) -> Both:
-    @cache
-    def make(member: str) -> tuple[VisionEncoder, Any]:
-        return encoder(nano(member)), load_oracle(nano(member))
-
-    return make
-
-
-def error(found: Tensor, right: Tensor) -> float:
-    return ((found - right).abs().max() / right.abs().max()).item()
+    return cache(lambda member: (encoder(nano(member)), load_oracle(nano(member))))
 
 
 @torch.inference_mode()

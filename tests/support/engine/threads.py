@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 class ThreadParallel:
-    """One rank; `board` and `barrier` are the group's. Sums are added in rank order, on every rank alike."""
+    """One rank; `boards` and `barrier` are the group's. Sums are added in rank order, on every rank alike."""
 
-    def __init__(self, rank: int, size: int, board: list[Tensor | None], barrier: threading.Barrier) -> None:
+    def __init__(self, rank: int, size: int, boards: tuple[list[Tensor | None], ...], barrier: threading.Barrier) -> None:
         self.rank, self.size = rank, size
-        self._board, self._barrier = board, barrier
-        self.reduces = 0
+        self._boards, self._barrier = boards, barrier
+        self.reduces = self._exchanges = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.reduces += 1
@@ -37,10 +37,11 @@ class ThreadParallel:
         """None."""
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
-        self._board[self.rank] = x.clone()
+        self._exchanges += 1
+        board = self._boards[self._exchanges % 2]  # the one before may still be read
+        board[self.rank] = x.clone()
         self._barrier.wait(60)
-        parts = [part for part in self._board if part is not None]
-        self._barrier.wait(60)
+        parts = [part for part in board if part is not None]
         assert len({part.shape for part in parts}) == 1, [part.shape for part in parts]
         return parts
 
@@ -59,13 +60,13 @@ class SkippedReduce(ThreadParallel):
 
 def run_ranks(size: int, body: Callable[[ThreadParallel], T], make: type[ThreadParallel] = ThreadParallel) -> list[T]:
     """`body(parallel)` on each of `size` ranks at once; results in rank order. The first error ends all and is raised."""
-    board = [None] * size
+    boards = [None] * size, [None] * size
     barrier = threading.Barrier(size)
 
     def rank(index: int) -> T:
         torch.set_num_threads(1)
         try:
-            return body(make(index, size, board, barrier))
+            return body(make(index, size, boards, barrier))
         except threading.BrokenBarrierError:
             raise
         except BaseException:

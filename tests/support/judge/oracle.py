@@ -25,6 +25,11 @@ class Verdict:
     sure: int
 
 
+def error(made: Tensor, right: Tensor) -> float:
+    """The largest one, relative to the largest value."""
+    return ((made - right).abs().max() / right.abs().max()).item()
+
+
 def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     """The checkpoint in transformers, eager attention; fails unless every tensor found its place."""
     transformers.utils.logging.disable_progress_bar()
