@@ -183,8 +183,8 @@ def test_the_last_of_the_greediest_gives_way(nano: Nano) -> None:
         refused = waiting[-1].result(20)
         assert (refused.status_code, refused.headers["retry-after"], "other clients" in refused.text) == (429, "1", True)
         assert [request for request, _ in edge.core.aborts] == [edge.core.requests[7].id]
-        turns = [request.priority for request in edge.core.requests]
-        assert turns == [*range(8), 0], "the newcomer's turn is beside the first's"
+        priorities = [request.priority for request in edge.core.requests]
+        assert priorities == [*range(8), 0], "the newcomer's turn is beside the first's"
         edge.on_loop(lambda: edge.client.fail("the end of the test"))
 
 

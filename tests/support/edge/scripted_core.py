@@ -39,7 +39,7 @@ class ScriptedCore(FakeCore):
     def __init__(self) -> None:
         super().__init__()
         self._received = 0
-        self._waiting: set[int] = set()
+        self._waiting = set[int]()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.reset()
 
@@ -54,8 +54,8 @@ class ScriptedCore(FakeCore):
         self.refuse: str | None = None
         self.fail_after: int | None = None
         self.fails: Callable[[GenerateRequest], bool] = lambda request: True
-        self.requests: list[GenerateRequest] = []
-        self.aborts: list[tuple[int, AbortReason]] = []
+        self.requests = list[GenerateRequest]()
+        self.aborts = list[tuple[int, AbortReason]]()
         self.sent = 0
 
     def answer_endlessly(self, delay_s: float) -> None:
@@ -74,10 +74,10 @@ class ScriptedCore(FakeCore):
     async def _handle(self, message: FrontMessage) -> None:
         match message:
             case GenerateRequest():
-                self.requests.append(message)
                 self._received += 1
                 self._waiting.add(message.id)
-                self._tasks[message.id] = asyncio.create_task(self._answer(message))
+                self._tasks[message.id] = asyncio.create_task(self._answer(message, self.queue_s))
+                self.requests.append(message)  # who waits for it may then change the script
             case Abort():
                 self.aborts.append((message.id, message.reason))
                 self._tasks.pop(message.id).cancel()
@@ -87,8 +87,8 @@ class ScriptedCore(FakeCore):
             case Control():
                 await self.send()
 
-    async def _answer(self, request: GenerateRequest) -> None:
-        await asyncio.sleep(self.queue_s)
+    async def _answer(self, request: GenerateRequest, queue_s: float) -> None:
+        await asyncio.sleep(queue_s)
         self._waiting.remove(request.id)
         await self.send(started=[request.id])
         await asyncio.sleep(self.prefill_s)
@@ -101,7 +101,7 @@ class ScriptedCore(FakeCore):
         found = self.cached if isinstance(self.cached, int) else self.cached[self.requests.index(request)]
         left = request.params.max_tokens
         place, ready = 0, list[Output]()
-        while left > 0 and (self.forever or place < len(self.steps)):
+        while left and (self.forever or place < len(self.steps)):
             if self.fail_after == place and self.fails(request):
                 await self.send(Output(id=request.id, finish=FinishReason.error, error="the logits are not finite"))
                 return
