@@ -1,6 +1,5 @@
 """What every tier shares: its order and limits, the devices it may ask for, and the nano checkpoints."""
 
-import ctypes
 import gc
 import os
 import signal
@@ -20,7 +19,6 @@ LONGEST = {
     *("test_random_models", "test_drafters", "test_page_check", "test_cached_prefixes", "test_runner", "test_step_times"),
     "test_compile_ahead",
 }
-KEPT_MEMORY = {-1: 1 << 30, -3: 1 << 28}  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 GPUS_NEEDED = {"gpu": 1, "gpu4": 2}
 
 # Tests reach no network, and their children inherit that: each `httpx.get` would read all certificates, for 40 ms of CPU.
@@ -57,14 +55,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """One thread for torch in the cpu tier: the machine may have two cores, and small shapes gain nothing from both. Its memory is
-    kept, as in ranks on CPUs."""
+    """One thread for torch in the cpu tier: the machine may have two cores, and small shapes gain nothing from both."""
     if _tier(item) == "cpu":
         import torch
 
         torch.set_num_threads(1)
-        for option, size in KEPT_MEMORY.items():
-            ctypes.CDLL(None).mallopt(option, size)
 
 
 @pytest.fixture(scope="session")

@@ -88,10 +88,10 @@ def stepping(config: EngineConfig, plant: Callable[[Runner], None] = lambda _: N
     assert len({runner.state_hash for runner in runners}) == 1
 
 
-def guessing(texts: Iterable[Sequence[int]], right: float, runner: Runner) -> None:
-    """Write over the drafts: tokens of these texts that are to come, each right by that chance. No two begin alike."""
+def guessing(whole: Iterable[Sequence[int]], right: float, runner: Runner) -> None:
+    """Write over the drafts: tokens of these whole texts that are to come, each right by that chance. No two begin alike."""
     stage, slots, rng = runner.draft_stage, runner.slots, random.Random(5)
-    known = {text[0]: text for text in texts}
+    known = {text[0]: text for text in whole}
     assert stage is not None
     own = stage.draft
 

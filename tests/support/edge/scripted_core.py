@@ -101,7 +101,7 @@ class ScriptedCore(FakeCore):
         found = self.cached if isinstance(self.cached, int) else self.cached[self.requests.index(request)]
         left = request.params.max_tokens
         place, ready = 0, list[Output]()
-        while left and (self.forever or place < len(self.steps)):
+        while left > 0 and (self.forever or place < len(self.steps)):
             if self.fail_after == place and self.fails(request):
                 await self.send(Output(id=request.id, finish=FinishReason.error, error="the logits are not finite"))
                 return

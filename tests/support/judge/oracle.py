@@ -26,7 +26,7 @@ class Verdict:
 
 
 def error(made: Tensor, right: Tensor) -> float:
-    """The largest one, relative to the largest value."""
+    """Returns the largest difference, relative to the largest value."""
     return ((made - right).abs().max() / right.abs().max()).item()
 
 
