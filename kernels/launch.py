@@ -72,7 +72,7 @@ class _Launcher:
     ready: bool = False
     late: int = 0
     plain: bool = False
-    recorder: "Recorder | None" = None
+    recorder: Callable[..., None] | None = None
     target: tuple[int, int] | None = None
     processors: int = 132
 
@@ -110,29 +110,29 @@ def shared_memory(x: Tensor) -> int:
     return _SHARED.get(target, 101376)
 
 
-Recorder = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 3, **constexprs: Any) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 3, registers: int | None = None, **constexprs: Any
+) -> None:
     """Starts `kernel` on the current device and stream. `PDL` follows from the GPU, if the kernel declares it."""
-    pdl = "PDL" in kernel.arg_names and _has_pdl()
     if "PDL" in kernel.arg_names:
-        constexprs["PDL"] = pdl
+        constexprs["PDL"] = _has_pdl()
+    choices = {**constexprs, "warps": warps, "stages": stages, "registers": registers}
     if _launcher.recorder is not None:
-        _launcher.recorder(kernel, grid, args, {**constexprs, "warps": warps, "stages": stages})
+        _launcher.recorder(kernel, grid, args, choices)
         if _launcher.target is not None:
             return
-    options = {} if INTERPRET.value else compiler_options(warps, stages, pdl)
+    options = {} if INTERPRET.value else compiler_options(choices)
     compiled = kernel[grid](*args, **options, **constexprs)
     if compiled is not None and id(compiled) not in _launcher.compiled:
         _launcher.compiled[id(compiled)] = compiled
         _launcher.late += _launcher.ready
 
 
-def compiler_options(warps: int, stages: int, pdl: bool) -> dict[str, Any]:
-    """A launch's options in Triton's words. Multiplications and additions are fused whatever Triton's default is: from 3.9 on it
-    warns that its own will change."""
-    return {"num_warps": warps, "num_stages": stages, "launch_pdl": pdl, "enable_fp_fusion": True}
+def compiler_options(choices: dict[str, Any]) -> dict[str, Any]:
+    """A launch's options in Triton's words; `registers` are a thread's at most. Multiplications and additions are fused whatever
+    Triton's default is: from 3.9 on it warns that its own will change."""
+    options = {"num_warps": choices["warps"], "num_stages": choices["stages"], "maxnreg": choices["registers"]}
+    return {**options, "launch_pdl": choices.get("PDL", False), "enable_fp_fusion": True}
 
 
 def beside(run: Callable[[], Tensor], x: Tensor) -> PendingTensor:
@@ -161,7 +161,7 @@ def processors(device: torch.device) -> int:
 
 
 @contextmanager
-def recorded(recorder: Recorder, target: tuple[int, int] | None, processors: int) -> Iterator[None]:
+def recorded(recorder: Callable[..., None], target: tuple[int, int] | None, processors: int) -> Iterator[None]:
     """Inside the `with` each launch calls `recorder` with its kernel, grid, arguments, and constexprs with options. With a `target`
     (compute capability) none is started, and ops called on tensors of the meta device choose kernels, tiles and grids as they would
     on such a GPU of so many streaming multiprocessors. AssertionError inside another recorder's `with`."""

@@ -22,8 +22,6 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import kernels
 from kernels.launch import INTERPRET, compiler_options, recorded
 
-_OPTIONS = ("warps", "stages")
-
 
 @dataclass(frozen=True)
 class ListedLaunch:
@@ -42,7 +40,7 @@ class ListedLaunch:
     @property
     def variant(self) -> Hashable:
         """Tells the compiled kernel that it needs from others."""
-        return self.function, self.specialization, *(self.constexprs[name] for name in _OPTIONS)
+        return self.function, self.specialization, *compiler_options(self.constexprs).values()
 
 
 def set_cache_keys() -> None:
@@ -68,8 +66,7 @@ def precompile(launch: ListedLaunch, target: tuple[int, int]) -> Any:
     allocates it."""
     major, minor = target
     gpu, function = GPUTarget("cuda", 10 * major + minor, 32), launch.function
-    warps, stages = (launch.constexprs[name] for name in _OPTIONS)
-    options = compiler_options(warps, stages, launch.constexprs.get("PDL", False))
+    options = compiler_options(launch.constexprs)
     values = {name: value for name, (_, value) in zip(function.arg_names, launch.specialization, strict=True)}
     _, *source = function._pack_args(make_backend(gpu), options, values, launch.specialization, options)
     return triton.compile(ASTSource(function, *source), target=gpu, options=options)

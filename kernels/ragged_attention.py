@@ -3,7 +3,7 @@
     out_i = sum_j softmax_j( q_i . k_j ) v_j        over the rows j of the picture of row i; scores are not scaled
 
 Rows of all pictures lie one after the other; `starts` has where each begins. Scores, softmax and sums are fp32; weights are rounded
-to v's dtype before their product. A head size that is no power of two is cut into one and a rest: 72 is 64 and 8.
+to v's dtype before their product. Heads of 72 are cut into 64 and 8 columns.
 """
 
 from itertools import pairwise
@@ -29,56 +29,58 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: i
         return out
     check_contiguous(q, k, v, starts)
     heads, d = q.shape[1:]
-    whole = 1 << d.bit_length() - 1
-    rest = max(16, d - whole) if d > whole else 0
-    assert rest & (rest - 1) == 0, f"head dim {d}: a power of two, or the sum of one and a smaller one from 16 on, is needed"
-    tile = 64 if q.element_size() == 2 else 16
-    grid = cdiv(longest, tile), heads, len(starts) - 1
-    launch(_attend, grid, q, k, v, starts, out, HEADS=heads, D=d, WHOLE=whole, REST=rest, TILE=tile)
+    rest = d - (1 << d.bit_length() - 1)
+    assert rest in (0, 8, 16), f"head dim {d}: a power of two, or 8 or 16 more than one, is needed"
+    rows, keys, warps, registers = (128, 64, 8, 128) if q.element_size() == 2 else (16, 16, 4, None)
+    launch(
+        _attend, (cdiv(longest, rows), heads, len(starts) - 1), q, k, v, starts, out,
+        HEADS=heads, D=d, REST=rest, ROWS=rows, KEYS=keys, warps=warps, registers=registers,
+    )  # fmt: skip
     return out
 
 
 @triton.jit
+def _columns(x, rows, columns, live):
+    return tl.load(x + (rows + columns[None, :]), live, 0.0)
+
+
+@triton.jit
 def _attend(
-    q, k, v, starts, out,
-    HEADS: constexpr, D: constexpr, WHOLE: constexpr, REST: constexpr, TILE: constexpr, PDL: constexpr,
+    q, k, v, starts, out, HEADS: constexpr, D: constexpr, REST: constexpr, ROWS: constexpr, KEYS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """A program: TILE queries of a picture, one head."""
+    """A program: ROWS queries of a picture, one head, KEYS keys a turn. With 128 registers a thread two programs fit on an SM."""
     trigger(PDL)
     picture, head = tl.program_id(2), tl.program_id(1)
     wait(PDL)
     begin, end = tl.load(starts + picture), tl.load(starts + picture + 1)
-    first = begin + tl.program_id(0) * TILE
+    first = begin + tl.program_id(0) * ROWS
     if first >= end:
         return
-    dims, rest = tl.arange(0, WHOLE), WHOLE + tl.arange(0, REST or 16)
-    row = first + tl.arange(0, TILE)
-    offset = (row * HEADS + head)[:, None] * D
-    live = (row < end)[:, None]
-    queries = tl.load(q + offset + dims[None, :], live, 0.0)
+    dims, rest = tl.arange(0, D - REST), D - REST + tl.arange(0, REST or 8)
+    summed = D - REST + tl.arange(0, 16)  # a product sums 16 columns at least: behind a rest of 8 are zeros
+    inside = (summed < D)[None, :]
+    origin, offset = (first * HEADS + head) * D, tl.arange(0, ROWS)[:, None] * (HEADS * D)
+    live = (tl.arange(0, ROWS) < end - first)[:, None]
+    queries = _columns(q + origin, offset, dims, live)
     if REST:
-        rest_queries = tl.load(q + offset + rest[None, :], live & (rest < D)[None, :], 0.0)
-    row_max = tl.full([TILE], -1e30, tl.float32)
-    row_sum = tl.zeros([TILE], tl.float32)
-    acc = tl.zeros([TILE, WHOLE], tl.float32)
-    rest_acc = tl.zeros([TILE, REST or 16], tl.float32)
-    last = begin + (end - begin) // TILE * TILE
+        rest_queries = _columns(q + origin, offset, summed, live & inside)
+    row_max, row_sum = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
+    acc, rest_acc = tl.zeros([ROWS, D - REST], tl.float32), tl.zeros([ROWS, REST or 8], tl.float32)
+    last = begin + (end - begin) // KEYS * KEYS
     for edge in tl.static_range(2):  # turns without a mask, then one with it: in an `if` Triton 3.6 gets heads of 72 wrong
-        for key in tl.range(last if edge else begin, end if edge else last, TILE):
-            seen = (key + tl.arange(0, TILE) < end) | (edge == 0)  # a mask that holds everywhere is compiled away
-            rest_seen = seen[:, None] & (rest < D)[None, :]
-            start, at = (key * HEADS + head) * D, tl.arange(0, TILE)[:, None] * (HEADS * D)  # one address a turn, fixed offsets
-            scores = dot(queries, tl.trans(tl.load(k + start + (at + dims[None, :]), seen[:, None], 0.0)))
+        for key in tl.range(last if edge else begin, end if edge else last, KEYS):
+            seen = ((tl.arange(0, KEYS) < end - key) | (edge == 0))[:, None]  # a mask that holds everywhere is compiled away
+            start, at = (key * HEADS + head) * D, tl.arange(0, KEYS)[:, None] * (HEADS * D)  # one address a turn, fixed offsets
+            scores = dot(queries, tl.trans(_columns(k + start, at, dims, seen)))
             if REST:
-                scores += dot(rest_queries, tl.trans(tl.load(k + start + (at + rest[None, :]), rest_seen, 0.0)))
+                scores += dot(rest_queries, tl.trans(_columns(k + start, at, summed, seen & inside)))
             if edge:
-                scores = tl.where(seen[None, :], scores, -float("inf"))
+                scores = tl.where(tl.trans(seen), scores, -float("inf"))
             row_max, weights, rescale, row_sum = softmax_step(scores, row_max, row_sum)
-            values = tl.load(v + start + (at + dims[None, :]), seen[:, None], 0.0)
-            weights = cast(weights, values.dtype)
-            acc = acc * rescale[:, None] + dot(weights, values)
+            weights = cast(weights, v.dtype.element_ty)
+            acc = acc * rescale[:, None] + dot(weights, _columns(v + start, at, dims, seen))
             if REST:
-                rest_acc = rest_acc * rescale[:, None] + dot(weights, tl.load(v + start + (at + rest[None, :]), rest_seen, 0.0))
-    tl.store(out + offset + dims[None, :], cast(acc / row_sum[:, None], out.dtype.element_ty), live)
+                rest_acc = rest_acc * rescale[:, None] + dot(weights, _columns(v + start, at, rest, seen))
+    tl.store(out + origin + (offset + dims[None, :]), cast(acc / row_sum[:, None], out.dtype.element_ty), live)
     if REST:
-        tl.store(out + offset + rest[None, :], cast(rest_acc / row_sum[:, None], out.dtype.element_ty), live & (rest < D)[None, :])
+        tl.store(out + origin + (offset + rest[None, :]), cast(rest_acc / row_sum[:, None], out.dtype.element_ty), live)

@@ -64,7 +64,7 @@ CONSTANT = {
 }
 PAGE_IDS = {"decode_kernel": "page_ids", "verify_kernel": "page_ids", "_post": "table", "_extend": "table"}
 # Bytes a thread, of sine and of what loops do not touch.
-SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40, "verify_kernel": 24, "_filter": 8, "_many_logits": 16, "_attend": 8}
+SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40, "verify_kernel": 24, "_filter": 8, "_many_logits": 16, "_attend": 16}
 
 
 def recorded(launches: Callable[[], None]) -> Callable[[Target], list[Node]]:

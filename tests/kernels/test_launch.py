@@ -60,12 +60,12 @@ def interpreted_a_launch_runs_and_is_recorded() -> None:
     assert enabled(x)
     with record() as nodes:
         launch(_add, (3,), x, out, 10, BLOCK=4, warps=1)
-        launch(_plain, (1,), x, BLOCK=8)
+        launch(_plain, (1,), x, BLOCK=8, registers=128)
     launch(_plain, (1,), x, BLOCK=8)
     assert out.tolist() == [float(i + 1) for i in range(10)]
     assert nodes == [
-        Node("_add", (3,), {"BLOCK": 4, "PDL": False, "warps": 1, "stages": 3}),
-        Node("_plain", (1,), {"BLOCK": 8, "warps": 4, "stages": 3}),
+        Node("_add", (3,), {"BLOCK": 4, "PDL": False, "warps": 1, "stages": 3, "registers": None}),
+        Node("_plain", (1,), {"BLOCK": 8, "warps": 4, "stages": 3, "registers": 128}),
     ]
     assert compilations() == 0
 
@@ -79,7 +79,7 @@ def test_a_target_lists_launches_and_starts_none() -> None:
             assert enabled(x)
             assert not enabled(torch.zeros(1))
             launch(_add, (3,), x, x, 2**40, BLOCK=4)
-        assert nodes == [Node("_add", (3,), {"BLOCK": 4, "PDL": pdl, "warps": 4, "stages": 3})]
+        assert nodes == [Node("_add", (3,), {"BLOCK": 4, "PDL": pdl, "warps": 4, "stages": 3, "registers": None})]
         assert argument_types(nodes[0]) == {"x": "*bf16", "out": "*bf16", "n": "i64"}
         assert nodes[0].function is _add
     assert compilations() == 0
@@ -110,11 +110,8 @@ def test_without_the_interpreter_the_cpu_is_not_usable() -> None:
 class _Kernel:
     """Stands in for a kernel that only Triton may launch: remembers options, and compiles once per set of constexprs."""
 
-    __name__ = "stand_in"
-    constexprs = ()
-
     def __init__(self, *names: str) -> None:
-        self.fn, self.arg_names, self.pre_run_hooks = self, names, [None]
+        self.arg_names = names
         self.calls: list[dict[str, Any]] = []
         self._compiled: dict[str, object] = {}
 
@@ -143,7 +140,7 @@ def test_pdl_where_gpu_and_kernel_can(
     waits, never = _Kernel("x", "PDL"), _Kernel("x")
     launch(waits, (1,), 0)
     launch(never, (1,), 0)
-    options = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
+    options = {"num_warps": 4, "num_stages": 3, "maxnreg": None, "enable_fp_fusion": True}
     assert waits.calls == [options | {"launch_pdl": given, "PDL": given}]
     assert never.calls == [options | {"launch_pdl": False}]
 

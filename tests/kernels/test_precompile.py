@@ -60,21 +60,21 @@ def hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]
 
 def listed(*arguments: Any) -> Node:
     with record(TARGET) as nodes:
-        launch(_everything, (1,), *arguments, warps=2, stages=2, BLOCK=64)
+        launch(_everything, (1,), *arguments, warps=2, stages=2, registers=64, BLOCK=64)
     return nodes[0]
 
 
 def start(*arguments: Any) -> None:
     """What a launch does up to the GPU: Triton's own path from arguments to a compiled kernel."""
     described = [argument.dtype if isinstance(argument, torch.Tensor) else argument for argument in arguments]
-    _everything.warmup(*described, grid=(1,), BLOCK=64, PDL=True, **compiler_options(2, 2, True))
+    _everything.warmup(*described, grid=(1,), BLOCK=64, PDL=True, **compiler_options(listed(*arguments).constexprs))
 
 
 def test_a_launch_finds_what_was_compiled_ahead(hits: list[bool]) -> None:
     """Whatever the arguments are, divisible or not, 1, None or long, and not where one of them is specialised otherwise."""
     x = torch.empty(64, device="meta", dtype=torch.bfloat16)
-    cases = [(x, x, 16, 48, 0.5, True), (x, None, 7, 47, 0.5, False), (x.float(), x, 1, 1, 2.0, True)]
-    for arguments in (*cases, (x, x, 2**40, 2**40, 1.0, True)):
+    sets = (x, x, 16, 48, 0.5, True), (x, None, 7, 47, 0.5, False), (x.float(), x, 1, 1, 2.0, True), (x, x, 2**40, 2**40, 1.0, True)
+    for arguments in sets:
         precompile(listed(*arguments), TARGET)
         start(*arguments)
         assert hits == [False, True], arguments
