@@ -31,10 +31,10 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: i
     heads, d = q.shape[1:]
     rest = d - (1 << d.bit_length() - 1)
     assert rest in (0, 8, 16), f"head dim {d}: a power of two, or 8 or 16 more than one, is needed"
-    rows, keys, warps, registers = (128, 64, 8, 128) if q.element_size() == 2 else (16, 16, 4, None)
+    rows, turn, warps, registers = (128, 64, 8, 128) if q.element_size() == 2 else (16, 16, 4, None)
     launch(
         _attend, (cdiv(longest, rows), heads, len(starts) - 1), q, k, v, starts, out,
-        HEADS=heads, D=d, REST=rest, ROWS=rows, KEYS=keys, warps=warps, registers=registers,
+        HEADS=heads, D=d, REST=rest, ROWS=rows, KEYS=turn, warps=warps, registers=registers,
     )  # fmt: skip
     return out
 
