@@ -31,10 +31,10 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: i
     heads, d = q.shape[1:]
     rest = d - (1 << d.bit_length() - 1)
     assert rest in (0, 8, 16), f"head dim {d}: a power of two, or 8 or 16 more than one, is needed"
-    rows, turn, warps, registers = (128, 64, 8, 128) if q.element_size() == 2 else (16, 16, 4, None)
+    tile_rows, tile_keys, warps, registers = (128, 64, 8, 128) if q.element_size() == 2 else (16, 16, 4, None)
     launch(
-        _attend, (cdiv(longest, rows), heads, len(starts) - 1), q, k, v, starts, out,
-        HEADS=heads, D=d, REST=rest, ROWS=rows, KEYS=turn, warps=warps, registers=registers,
+        _attend, (cdiv(longest, tile_rows), heads, len(starts) - 1), q, k, v, starts, out,
+        HEADS=heads, D=d, REST=rest, ROWS=tile_rows, KEYS=tile_keys, warps=warps, registers=registers,
     )  # fmt: skip
     return out
 
@@ -67,7 +67,9 @@ def _attend(
     row_max, row_sum = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
     acc, rest_acc = tl.zeros([ROWS, D - REST], tl.float32), tl.zeros([ROWS, REST or 8], tl.float32)
     last = begin + (end - begin) // KEYS * KEYS
-    for edge in tl.static_range(2):  # turns without a mask, then one with it: in an `if` Triton 3.6 gets heads of 72 wrong
+    # Turns without a mask, then one with it. Triton 3.6 gets heads of 72 wrong where that one is in an `if`, and where it has no
+    # pipeline while 16 columns of v are multiplied.
+    for edge in tl.static_range(2):
         for key in tl.range(last if edge else begin, end if edge else last, KEYS):
             seen = ((tl.arange(0, KEYS) < end - key) | (edge == 0))[:, None]  # a mask that holds everywhere is compiled away
             start, at = (key * HEADS + head) * D, tl.arange(0, KEYS)[:, None] * (HEADS * D)  # one address a turn, fixed offsets

@@ -112,8 +112,8 @@ class _Kernel:
 
     def __init__(self, *names: str) -> None:
         self.arg_names = names
-        self.calls: list[dict[str, Any]] = []
-        self._compiled: dict[str, object] = {}
+        self.calls = list[Any]()
+        self._compiled = dict[str, object]()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*args: Any, **options: Any) -> object:
