@@ -34,7 +34,7 @@ MOST_PASSED = 15  # steps in a row with prompt tokens but none of the oldest's, 
 MIN_CHUNK_DIVISOR = 32  # a chunk below this fraction (1/32) of the budget is not worth a step
 PROMPT_TIME_SHARE = 0.2  # part of the time that belongs to prompts, whatever the target
 MAX_CREDIT = 1.0  # of the target: what a prompt may borrow to be finished; and what is saved at most, but for a chunk
-MOST_DECODED = 64  # steps with decode rows that an encode waits for at most
+MOST_DECODED = 128  # steps with decode rows that an encode waits for at most
 AVERAGED_STEPS = 20  # steps over which `slowed` averages
 MOST_SLOWED = 4.0  # bound of a step's time relative to the expected one: a single pause is no trend
 
