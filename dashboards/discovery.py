@@ -10,7 +10,6 @@ there twice. What a replica had open when it went is lost with it: its final cou
 """
 
 import json
-import logging
 import socket
 import threading
 import time
@@ -41,10 +40,6 @@ _RETIRED = RETIRED | {RESTARTS.name: RESTARTS}
 
 HttpSdList = list[dict[str, Any]]  # as Prometheus reads it
 HeartbeatReply = Literal["ok", "gone"]
-
-_DEAD = ("quartet_requests_total", ("dead",))
-
-logger = logging.getLogger(__name__)
 
 
 class ScrapeTarget(NamedTuple):
@@ -120,7 +115,7 @@ class ReplicaRegistry(Collector):
         restarts = [((RESTARTS.name, (cause,)), 1.0)] if cause else []
         ended = sum(value for (name, _), value in member.counts.items() if name == "quartet_requests_total")
         lost = max(0.0, member.counts.get(("quartet_requests_received_total", ()), 0.0) - ended)  # received, and not ended
-        for key, value in (*member.counts.items(), (_DEAD, lost), *restarts):
+        for key, value in (*member.counts.items(), (("quartet_requests_total", ("dead",)), lost), *restarts):
             retired[key] = retired.get(key, 0.0) + value
         self._gone[replica] = member.target, self._clock()
         if len(self._gone) > _REMEMBERED:

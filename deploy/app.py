@@ -31,6 +31,7 @@ from dashboards.exporter import Exporter, Facts
 from deploy import environment
 from deploy.edge.grammar_process import complaint
 from deploy.edge.keys.key_ring import KeyRing
+from deploy.edge.media.media_preparer import MediaPreparer
 from deploy.edge.observe import logs
 from deploy.edge.observe.spans import tracer
 from deploy.edge.routes import create_app
@@ -112,6 +113,9 @@ class Quartet:
         metrics = self._settings.metrics
         check_port(metrics.host, metrics.port, "metrics.port 0 is a free one for each replica", least=0)
         config = place(self._settings)
+        self._media_preparer = MediaPreparer()
+        if read_media(config):
+            self._media_preparer.pool.start()
         self._spawner = ThreadPoolExecutor(1, "spawner")  # its thread lives as long as the replica: children end with theirs
         loop = asyncio.get_running_loop()
         booting = loop.run_in_executor(self._spawner, Group.boot, config)
@@ -163,10 +167,9 @@ class Quartet:
             sink=self._exporter,
             tracer=tracer(settings.tracing, {"service.namespace": replica.app_name, "service.instance.id": replica.replica_tag}),
             grammars=grammars,
+            media_preparer=self._media_preparer,
             about={"metrics": exporter_url, "attention": str(group.attention)},
         )
-        if served.media_kinds:
-            self._service.jobs.media_preparer.pool.start()
         raylet = int(os.environ["RAY_RAYLET_PID"])  # Ray sets it in its workers
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet)
         self._watcher.start()

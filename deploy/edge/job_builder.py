@@ -45,9 +45,9 @@ class JobBuilder:
     text: TextProcessor
     pool: TextPool
     grammars: GrammarCheck
+    media_preparer: MediaPreparer
 
     def __post_init__(self) -> None:
-        self.media_preparer = MediaPreparer()
         self._markers = Markers.of(self.text)
 
     def check_model(self, name: str | None) -> None:

@@ -12,6 +12,7 @@ from deploy.edge.ask import Ask
 from deploy.edge.http_errors import Forbidden, QuotaExceeded, Unauthenticated
 from deploy.edge.job_builder import JobBuilder
 from deploy.edge.keys.key_ring import KeyRing
+from deploy.edge.media.media_preparer import MediaPreparer
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
 from deploy.edge.response_format import ServedModel
@@ -41,6 +42,7 @@ class Service:
     text: TextProcessor
     engine: EngineClient
     grammars: GrammarCheck
+    media_preparer: MediaPreparer
     keys: KeyRing | None
     sink: Sink
     tracer: Tracer | None
@@ -52,7 +54,7 @@ class Service:
         settings = self.settings
         self.model = ServedModel(settings.name, self.text.pieces, settings.fingerprint)
         self.pool = TextPool()
-        self.jobs = JobBuilder(settings, self.text, self.pool, self.grammars)
+        self.jobs = JobBuilder(settings, self.text, self.pool, self.grammars, self.media_preparer)
         self.admission = AdmissionControl(self.engine, settings.capacity, settings.queue_tokens, settings.media.waiting_bytes)
         self.idle = asyncio.Event()
         self.idle.set()
@@ -71,7 +73,7 @@ class Service:
 
     def end(self, timeout_s: float) -> None:
         """Hand over the last traces; blocks for `timeout_s` at most. Side processes end."""
-        self.jobs.media_preparer.pool.close()
+        self.media_preparer.pool.close()
         if self.tracer is not None:
             self.tracer.close(timeout_s)
 

@@ -1,4 +1,4 @@
-"""A side process forks a process for each task that comes, which is bounded and can do no harm.
+"""A side process forks a process for each task, before it comes, which is bounded and can do no harm.
 
     edge --a socket for each task--> side process --fork--> a process: reads its task, answers, and is gone
 
@@ -8,7 +8,6 @@ whatever it did ends with it. What all of them need is loaded once, before any f
 
 import gc
 import os
-import re
 import resource
 import signal
 import socket
@@ -27,21 +26,26 @@ def fork_for_each(load: Callable[[], Callable[[socket.socket], None]]) -> None:
     gc.freeze()  # a collection in a child would write to every page that it shares
     control = socket.socket(fileno=int(sys.argv[1]))
     while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not descriptors:
-            return
-        with socket.socket(fileno=descriptors[0]) as connection:
-            if os.fork() == 0:
+        parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with parent_end, child_end:
+            if is_child := os.fork() == 0:
                 control.close()
-                serve(connection)
-                os._exit(0)
+                parent_end.close()
+                control = child_end
+            descriptors = socket.recv_fds(control, 1, 1)[1]
+            if not descriptors:
+                return
+            with socket.socket(fileno=descriptors[0]) as connection:
+                if is_child:
+                    serve(connection)
+                    connection.shutdown(socket.SHUT_RDWR)  # the answer ends here, not once this process' memory is gone
+                    os._exit(0)
+                socket.send_fds(parent_end, [b"t"], descriptors)
 
 
 def begin(connection: socket.socket, cpu_s: int, memory_bytes: int) -> None:
     """Bound this process from now on, beside what it has, and say that it has the task."""
-    line = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert line is not None, "the kernel says what a process has"
-    most = (int(line[1]) << 10) + memory_bytes
+    most = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + memory_bytes  # beside data and stack
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))

@@ -103,8 +103,7 @@ class Worker:
 
     def __init__(self, runner: Runner, lifeline: Lifeline) -> None:
         args = lifeline.args
-        self._runner = runner
-        self._lifeline = lifeline
+        self._runner, self._lifeline, self._index = runner, lifeline, args.index
         self._plans, self._masks, media = (
             RingReader(map_shared(ring), args.tp, args.index) for ring in (args.plan, args.masks, args.media)
         )
@@ -162,18 +161,17 @@ class Worker:
     def _finish(self) -> None:
         """Publish the oldest step's result, then do the work that nothing waits for."""
         launched = self._launched.popleft()
-        result, busy_us = launched.result(), launched.clock.busy_us
+        result, clock = launched.result(), launched.clock
         if self._results is not None:
-            self._results.write(launched.step, with_time(result, busy_us))
+            self._results.write(launched.step, with_time(result, clock.idle_us + clock.busy_us))
         launched.fold()
         self._progress(launched.step)
         status = self._lifeline.status
-        status.device(self._lifeline.args.index, busy_us, launched.clock.idle_us, launch.late_compilations())
-        status.encoder(self._lifeline.args.index, self._runner.encode_stage.figures)
+        status.device(self._index, clock.busy_us, clock.idle_us, launch.late_compilations())
+        status.encoder(self._index, self._runner.encode_stage.figures)
 
     def _progress(self, finished: int) -> None:
-        args, now = self._lifeline.args, time.monotonic_ns()
-        self._lifeline.status.progress(args.index, self._last_step, finished, now, self._runner.state_hash)
+        self._lifeline.status.progress(self._index, self._last_step, finished, time.monotonic_ns(), self._runner.state_hash)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from kernels.adjust import adjust
 from kernels.choose import parts_of
 from kernels.launch import plain_torch, processors
 from kernels.sampling_batch import SamplingBatch, SlotParameters
-from tests.support.engine.adjusted_logits import random_sequence
+from tests.support.engine.adjusted_logits import error, random_sequence
 
 pytestmark = pytest.mark.gpu
 
@@ -94,9 +94,3 @@ def test_masks_go_up_behind_the_step_before(early: bool) -> None:
     allowed = [(~each.isneginf()).nonzero()[:, 1].unique().tolist() for each in found]
     want = [list(range(0, SHARE, 32)), list(range(7 * 32 + 1, SHARE, 32))]
     assert (allowed == want) is not early
-
-
-def error(found: Tensor, want: Tensor) -> float:
-    if not torch.equal(found.isneginf(), want.isneginf()):
-        return float("inf")
-    return float((found - want).nan_to_num().abs().max())

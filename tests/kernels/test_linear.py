@@ -13,6 +13,7 @@ from kernels.linear import _run, linear, linear_geglu, linear_parts
 from kernels.tiles import LARGE_SHARED, MOST_ROWS, TABLE, GemmShape, Tile, choose, fit
 from tests.support import interpreter
 from tests.support.dtypes import both_dtypes
+from tests.support.judge.oracle import error
 from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
@@ -46,10 +47,6 @@ def product(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
         return y
     gate, up = y.chunk(2, dim=-1)
     return functional.gelu(gate, approximate="tanh") * up
-
-
-def error(out: Tensor, want: Tensor) -> float:
-    return float((out.double() - want).abs().max() / want.abs().max())
 
 
 def case(rows: int, m: int, n: int, dtype: torch.dtype, gated: bool) -> tuple[Tensor, Tensor]:

@@ -285,6 +285,11 @@ def test_only_what_is_declared_listens_beyond_loopback(stack: Stack) -> None:
     assert len(beyond) <= 1, beyond
 
 
+def test_what_decodes_pictures_starts_before_the_engine(stack: Stack) -> None:
+    """It loads torch, for which a replica's first picture would wait."""
+    assert min(stack.find("media_process")) < min(stack.find("engine.core.loop"))
+
+
 def test_a_burst_waits_its_turn(stack: Stack) -> None:
     """Four times as many requests in the same moment as there are slots: none is refused."""
     target = Endpoint(stack.url, MODEL, timeout_s=90)

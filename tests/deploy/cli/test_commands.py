@@ -133,7 +133,7 @@ def doctor(capsys: Captured, *arguments: str, code: int = 0) -> dict[str, dict[s
 def test_doctor_looks_at_everything(capsys: Captured) -> None:
     """Software against pyproject.toml, devices, machine, port, ingress, Ray's settings, hub and config: each has a finding."""
     found = doctor(capsys, str(NANO))
-    named = "python torch triton ray flashinfer-python attention gpus cores niceness memory haproxy hub"
+    named = "python torch triton ray flashinfer-python attention gpus cores memory haproxy hub"
     assert not {*named.split(), "/dev/shm"} - set(found)
     assert {"open files", "port 8000", "ray settings", "hub cache", "nano.yaml"} <= set(found)
     assert ">=2.11" in found["torch"]["found"]

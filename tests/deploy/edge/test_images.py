@@ -236,7 +236,7 @@ def test_a_template_without_a_place_for_it_says_so(edge: Edge) -> None:
 def test_the_side_process_is_started_again(edge: Edge) -> None:
     """Whoever kills it costs others nothing."""
     asked(edge, [image_url(BLUE)])
-    process = edge.service.jobs.media_preparer.pool._process
+    process = edge.service.media_preparer.pool._process
     assert process is not None
     process.kill()
     process.wait()

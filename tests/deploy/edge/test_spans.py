@@ -21,6 +21,7 @@ from opentelemetry.trace import format_trace_id
 from starlette.types import ASGIApp
 
 from deploy.edge.edge_settings import TracingSettings
+from deploy.edge.media.media_preparer import MediaPreparer
 from deploy.edge.observe import spans
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import SpanPhase, Tracer, phases_of, tracer
@@ -392,7 +393,8 @@ def test_a_token_costs_neither_logs_nor_spans_a_call(nano: Nano) -> None:
     text = TextProcessor.load(nano("31b"))
     traced = Tracer(settings("http://a/"), {}, InMemorySpanExporter())
     grammars = GrammarCheck(Vocabulary(text.pieces, text.eos_ids, text.vocab_size).complaint)
-    service = Service(service_settings("nano", 1024, 1024), text, ReadyEngine(), grammars, None, no_sink, traced, {})
+    served = service_settings("nano", 1024, 1024)
+    service = Service(served, text, ReadyEngine(), grammars, MediaPreparer(), None, no_sink, traced, {})
     app = create_app(service)
     calls(app, 1)  # what is done once a process
     few, many = calls(app, 10), calls(app, 310)

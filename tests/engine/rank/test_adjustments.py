@@ -19,7 +19,7 @@ from engine.rank.sampler import Sampler
 from kernels.adjust import IN_PROMPT, MOST_COUNTED, adjust
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.support import interpreter
-from tests.support.engine.adjusted_logits import AdjustedSequence, random_sequence
+from tests.support.engine.adjusted_logits import AdjustedSequence, error, random_sequence
 from tests.support.engine.sampled_rows import Drawn, SampledRows, batch_of, drawn
 from tests.support.engine.threads import ThreadParallel, run_ranks
 
@@ -102,13 +102,6 @@ def sequences_of(seed: int, count: int = 6) -> dict[int, AdjustedSequence]:
 
 def expected(logits: Tensor, sequences: dict[int, AdjustedSequence]) -> Tensor:
     return torch.stack([sequence.logits(row, SOFTCAP) for row, sequence in zip(logits, sequences.values(), strict=True)])
-
-
-def error(found: Tensor, want: Tensor) -> float:
-    """The largest difference; infinite where only one is -inf."""
-    if not torch.equal(found.isneginf(), want.isneginf()):
-        return float("inf")
-    return float((found - want).nan_to_num(neginf=0.0).masked_fill(want.isneginf(), 0.0).abs().max())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.keys.key_ring import KeyRing
+from deploy.edge.media.media_preparer import MediaPreparer
 from deploy.edge.routes import create_app
 from deploy.edge.scope import request_id
 from deploy.edge.service import Service
@@ -168,7 +169,9 @@ class Edge:
         self._settings = service_settings(self.name, defaults=self._defaults, limits=self._limits, **self._served)
         self.vocabulary = Vocabulary(self.text.pieces, self.text.eos_ids, self.text.vocab_size)
         grammars = GrammarCheck(self.vocabulary.complaint)
-        self.service = Service(self._settings, self.text, self.client, grammars, self._keys, self.events.append, None, {})
+        self.service = Service(
+            self._settings, self.text, self.client, grammars, MediaPreparer(), self._keys, self.events.append, None, {}
+        )
         listener = socket.socket(proto=socket.IPPROTO_TCP)  # named: else asyncio leaves Nagle's algorithm on, and chunks 40 ms late
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
