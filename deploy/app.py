@@ -113,8 +113,8 @@ class Quartet:
         metrics = self._settings.metrics
         check_port(metrics.host, metrics.port, "metrics.port 0 is a free one for each replica", least=0)
         config = place(self._settings)
-        self._media_preparer = MediaPreparer()
-        if read_media(config):
+        self._encoders, self._media_preparer = read_media(config), MediaPreparer()
+        if self._encoders:
             self._media_preparer.pool.start()
         self._spawner = ThreadPoolExecutor(1, "spawner")  # its thread lives as long as the replica: children end with theirs
         loop = asyncio.get_running_loop()
@@ -131,7 +131,6 @@ class Quartet:
     async def _open(self, group: Group, config: EngineConfig, text: TextProcessor, grammars: GrammarCheck) -> None:
         settings, metrics = self._settings, self._settings.metrics
         folder = Path(config.model)
-        encoders = read_media(config)
         replica = serve.get_replica_context()
         chosen = group.attention.name
         self._exporter = Exporter(Facts(
@@ -154,8 +153,8 @@ class Quartet:
         served = ServiceSettings(
             vocab=config.geometry.vocab,
             defaults=Defaults.read(folder),
-            media_kinds=media_kinds(encoders, text),
-            row_samples=audio_row_samples(encoders),
+            media_kinds=media_kinds(self._encoders, text),
+            row_samples=audio_row_samples(self._encoders),
             fingerprint=fingerprint(folder, settings.build, str(settings.tp), config.dtype, chosen, text.template or ""),
             **alike,
         )

@@ -156,12 +156,8 @@ def _room(name: str, free: int, least: int, why: str) -> Finding:
 
 
 def _free(folder: Path) -> int:
-    return shutil.disk_usage(_existing(folder)).free
-
-
-def _existing(folder: Path) -> Path:
-    """Returns the folder, or the nearest one above it that exists."""
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    """Counts the bytes free where the folder is, or the nearest one above it that exists."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
 def api_port(host: str, port: int) -> Finding:

@@ -16,7 +16,7 @@ from tests.support.repo_rules import ROOT, functions, sources
 FILE_CEILING = 500
 # The size that is there. The goal for the same features: 20 500 lines, 215 000 tokens, 9 a line, engine 90 000 tokens.
 # Who comes below lowers the bound; who needs more says what the new feature replaced.
-BOUNDS = {"code lines": 22_240, "tokens": 238_679, "tokens a line": 10.74, "engine tokens": 104_824, "test tokens": 511_401}
+BOUNDS = {"code lines": 22_237, "tokens": 238_670, "tokens a line": 10.74, "engine tokens": 104_824, "test tokens": 511_400}
 _COUNTED = frozenset({tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

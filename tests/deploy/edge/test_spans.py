@@ -393,8 +393,9 @@ def test_a_token_costs_neither_logs_nor_spans_a_call(nano: Nano) -> None:
     text = TextProcessor.load(nano("31b"))
     traced = Tracer(settings("http://a/"), {}, InMemorySpanExporter())
     grammars = GrammarCheck(Vocabulary(text.pieces, text.eos_ids, text.vocab_size).complaint)
-    served = service_settings("nano", 1024, 1024)
-    service = Service(served, text, ReadyEngine(), grammars, MediaPreparer(), None, no_sink, traced, {})
+    service = Service(
+        service_settings("nano", 1024, 1024), text, ReadyEngine(), grammars, MediaPreparer(), None, no_sink, traced, {}
+    )
     app = create_app(service)
     calls(app, 1)  # what is done once a process
     few, many = calls(app, 10), calls(app, 310)

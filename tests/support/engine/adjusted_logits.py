@@ -45,8 +45,8 @@ class AdjustedSequence:
 def error(made: Tensor, right: Tensor) -> float:
     """The largest difference; infinite, or nearly, where only one is -inf or one is NaN."""
     if not torch.equal(made.isneginf(), right.isneginf()):
-        return float("inf")
-    return float((made - right).masked_fill(right.isneginf(), 0.0).abs().nan_to_num(float("inf")).max())
+        return torch.inf
+    return float((made - right).masked_fill(right.isneginf(), 0.0).abs().nan_to_num(torch.inf).max())
 
 
 def random_sequence(generator: np.random.Generator, vocabulary: int, ids: int = 12) -> AdjustedSequence:
