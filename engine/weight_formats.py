@@ -1,6 +1,6 @@
 """The formats that matrices may be stored in, by name: the tensors of each, in a checkpoint and on a rank. No torch.
 
-Each has an entry here, and a class that ranks import, of the kind of `engine.rank.models.weight.Weight`.
+Each has an entry here, and a class that ranks import, of the kind of `engine.rank.weight.Weight`.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class WeightFormat(NamedTuple):
     quantisation: str | None
 
 
-PLAIN = WeightFormat("engine.rank.models.weight:Weight", (StoredTensor("weight"),), None)
+PLAIN = WeightFormat("engine.rank.weight:Weight", (StoredTensor("weight"),), None)
 FORMATS = {"plain": PLAIN}
 
 

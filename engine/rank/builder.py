@@ -27,10 +27,10 @@ from engine.rank.models.audio import AudioEncoder, AudioTower
 from engine.rank.models.clipped import load_encoder
 from engine.rank.models.encoder_weights import ENCODER_TENSORS
 from engine.rank.models.gemma4 import GEMMA4
-from engine.rank.models.layers import Shard
 from engine.rank.models.vision import Tower, VisionEmbedder
 from engine.rank.parallel import Inboxes, Parallel, make_inboxes
 from engine.rank.runner import Runner
+from engine.rank.shard import Shard
 from engine.rank.start_checks import check_attention, check_inboxes, check_kernels, is_untried
 from engine.vision_geometry import VisionGeometry
 from engine.weight_formats import PLAIN, WeightFormat, weight_format

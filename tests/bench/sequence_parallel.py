@@ -16,9 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.rank.models.allreduce_norm import AllReduceNorm, whole
-from engine.rank.models.weight import Weight
+from engine.rank.allreduce_norm import AllReduceNorm, whole
 from engine.rank.parallel import Parallel, make_inboxes
+from engine.rank.weight import Weight
 from engine.weight_formats import PLAIN
 from kernels.norm import rms_norm
 from kernels.sequence_parallel import SequenceParallel

@@ -13,7 +13,7 @@ from engine.geometry import Geometry
 from engine.rank.load.slices import Piece, allocate
 from engine.rank.load.tensor_files import TensorHeader, by_file, checked_headers, headers, opened
 from engine.rank.load.tensor_table import HEAD, TensorTable
-from engine.rank.models.layers import Shard
+from engine.rank.shard import Shard
 from engine.weight_formats import PLAIN, WeightFormat
 
 _BLOCK_BYTES = 16 << 20  # copied at once

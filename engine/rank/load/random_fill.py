@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.geometry import Geometry
 from engine.rank.load.slices import Piece, allocate
 from engine.rank.load.tensor_table import TensorTable
-from engine.rank.models.layers import Shard
+from engine.rank.shard import Shard
 from engine.weight_formats import PLAIN, WeightFormat
 
 _DRAW = 1 << 24  # values drawn at once

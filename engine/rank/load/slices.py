@@ -12,7 +12,7 @@ from engine.weight_formats import PLAIN, StoredTensor, WeightFormat
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.rank.models.layers import Shard
+    from engine.rank.shard import Shard
 
 _WEIGHTS = ("matrix", "embedding", "ple_table")
 _EVEN = {"q": 0, "gate": 0, "up": 0, "columns": 1, "depth": 2}  # parts that are even shares of a dimension

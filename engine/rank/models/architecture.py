@@ -11,12 +11,13 @@ from torch.nn import functional
 
 from engine.geometry import Geometry
 from engine.media_geometry import MediaGeometry
+from engine.rank.allreduce_norm import AllReduceNorm, Peers
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch, RopeTensors
 from engine.rank.load.tensor_table import TensorTable
-from engine.rank.models.allreduce_norm import AllReduceNorm, Peers
-from engine.rank.models.layers import Shard, VocabTable
+from engine.rank.models.layers import VocabTable
 from engine.rank.parallel import Parallel, Single
+from engine.rank.shard import Shard
 from kernels.norm import rms_norm
 
 Launches = Generator[None, None, Tensor]  # what is launched a piece at a time: yields between them, returns what they give

@@ -19,9 +19,10 @@ from engine.rank.load.tensor_files import headers, opened
 from engine.rank.models.assistant_geometry import AssistantGeometry
 from engine.rank.models.assistant_weights import ORDER, TENSORS
 from engine.rank.models.gemma4 import Block, LayerStep, pre_norms
-from engine.rank.models.layers import Shard, VocabTable
+from engine.rank.models.layers import VocabTable
 from engine.rank.parallel import Parallel
 from engine.rank.sampler import Sampler
+from engine.rank.shard import Shard
 from kernels.choose import ArgmaxInbox, choose_best
 from kernels.clusters import best_of_clusters
 from kernels.sampling_batch import SamplingBatch

@@ -20,7 +20,7 @@ from engine.audio_geometry import EPS, AudioGeometry
 from engine.memory import ENCODER_ROWS
 from engine.rank.models.architecture import Launches, MediaEncoder
 from engine.rank.models.clipped import ClippedProduct
-from engine.rank.models.layers import Shard
+from engine.rank.shard import Shard
 from engine.rank.upload import uploaded
 from kernels.norm import rms_norm
 

@@ -11,7 +11,7 @@ from engine.rank.load.loader import load
 from engine.rank.load.slices import pieces
 from engine.rank.load.tensor_files import by_file, headers
 from engine.rank.load.tensor_table import BOUNDS, TensorTable
-from engine.rank.models.layers import Shard
+from engine.rank.shard import Shard
 
 _MATRIX = ".linear.weight"
 

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.geometry import Geometry, Layer, read_geometry, shard_kv_heads
+from engine.rank.allreduce_norm import AllReduceNorm, Part, Peers, Rows, whole
 from engine.rank.attention.base import AttentionBackend, AttentionPlan
 from engine.rank.batch import ForwardBatch, SoftTokens, frequencies_of
-from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Peers, Rows, whole
 from engine.rank.models.architecture import Architecture, Model
 from engine.rank.models.gemma4_weights import BLOCK_NORMS, TENSORS
-from engine.rank.models.layers import Experts, Mlp, Router, Shard, VocabTable
+from engine.rank.models.layers import Experts, Mlp, Router, VocabTable
 from engine.rank.parallel import Parallel
+from engine.rank.shard import Shard
 from kernels.launch import beside
 from kernels.ple import per_layer_inputs
 

@@ -6,39 +6,16 @@ every such sum, so that sum, norm, residual and next norm are one step: `AllRedu
 several ranks. Weights are made empty; `engine.rank.load` fills them.
 """
 
-from collections.abc import Iterable
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from engine.geometry import Geometry, Moe, check_tp, shard_vocab, vocab_share
-from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Rows
-from engine.rank.models.weight import Weight, empty
-from engine.rank.parallel import Parallel
+from engine.geometry import Moe, shard_vocab, vocab_share
+from engine.rank.allreduce_norm import AllReduceNorm, Part, Rows
+from engine.rank.shard import Shard
 from kernels.launch import PendingTensor
 from kernels.route import route, router_logits, router_parts
-
-
-class Shard(nn.Module):
-    """One rank's part of a model, whose `geometry` is the whole model's; weights are empty, of this rank's shapes, for `device`."""
-
-    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        check_tp(geometry, parallel.size)
-        self.geometry, self.parallel, self.dtype, self.device = geometry, parallel, dtype, device
-
-    def matrix(self, *shape: int) -> Weight:
-        """Makes one of its matrices, empty."""
-        return Weight(shape, self.dtype, self.device)
-
-    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """What no format packs, by default in the model's dtype."""
-        return empty(*shape, dtype=dtype or self.dtype, device=self.device)
-
-    def norms(self, names: Iterable[str]) -> nn.ParameterDict:
-        """Makes weights [hidden] of norms, by name."""
-        return nn.ParameterDict({name: self.parameter(self.geometry.hidden) for name in names})
 
 
 class VocabTable(nn.Module):

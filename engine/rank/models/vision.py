@@ -21,13 +21,13 @@ from torch.nn import functional
 
 from engine.geometry import Layer
 from engine.memory import ENCODER_ROWS
+from engine.rank.allreduce_norm import AllReduceNorm
 from engine.rank.graphs import StageGraphs
-from engine.rank.models.allreduce_norm import AllReduceNorm
 from engine.rank.models.architecture import Launches, MediaEncoder
 from engine.rank.models.captured_layers import SIZES, CapturedLayers, Rows
 from engine.rank.models.clipped import ClippedProduct
 from engine.rank.models.gemma4_weights import BLOCK_NORMS
-from engine.rank.models.layers import Shard
+from engine.rank.shard import Shard
 from engine.rank.upload import uploaded
 from engine.vision_geometry import CELL, PATCH, SIDE, VisionGeometry
 from kernels.activation import geglu

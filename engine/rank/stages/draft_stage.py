@@ -10,9 +10,9 @@ What the passes begin with lies at fixed addresses, whatever step it comes of: a
 import torch
 from torch import Tensor
 
+from engine.rank.allreduce_norm import AllReduceNorm
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch
-from engine.rank.models.allreduce_norm import AllReduceNorm
 from engine.rank.models.assistant import Assistant
 from engine.rank.models.gemma4 import LayerStep
 from engine.rank.parallel import inboxes_of

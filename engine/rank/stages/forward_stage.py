@@ -11,9 +11,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.plan import PlanView
+from engine.rank.allreduce_norm import Peers
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import Chunk, ForwardBatch, SoftTokens, last_seen_of
-from engine.rank.models.allreduce_norm import Peers
 from engine.rank.models.architecture import Model
 from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes, inboxes_of

@@ -14,9 +14,9 @@ from engine.rank.builder import build as build_runner
 from engine.rank.kv import KVCache
 from engine.rank.models.gemma4 import Attention
 from engine.rank.models.layers import Experts, VocabTable
-from engine.rank.models.weight import Weight
 from engine.rank.runner import Runner
 from engine.rank.step_times import admission_plan
+from engine.rank.weight import Weight
 from tests.bench.profiling.loopback import Loopback
 from tests.support.launches import compilations
 

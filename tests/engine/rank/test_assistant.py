@@ -14,12 +14,12 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.geometry import Layer, kv_groups, read_geometry
 from engine.protocol import GenerateRequest, JsonObject
+from engine.rank.allreduce_norm import AllReduceNorm
 from engine.rank.attention import attention_backend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.builder import build
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load
-from engine.rank.models.allreduce_norm import AllReduceNorm
 from engine.rank.models.assistant import Assistant, OrderedHead, load_assistant
 from engine.rank.models.assistant_geometry import check_shards, read_assistant
 from engine.rank.models.gemma4 import GEMMA4, Gemma4, LayerStep

@@ -19,8 +19,8 @@ from engine.rank.load.loader import load
 from engine.rank.load.slices import pieces
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
-from engine.rank.models.weight import Weight
 from engine.rank.parallel import Parallel, Single
+from engine.rank.weight import Weight
 from engine.weight_formats import FORMATS, PLAIN, StoredTensor, WeightFormat, weight_format
 from tests.conftest import Nano
 from tests.support.engine.paged import caches, run_steps, script

@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 import torch
 from torch import Tensor, nn
 
-from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Rows
+from engine.rank.allreduce_norm import AllReduceNorm, Part, Rows
 from engine.weight_formats import WeightFormat
 from kernels.embed import embed
 from kernels.experts import experts
