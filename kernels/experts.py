@@ -23,34 +23,37 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 from triton.language import constexpr
 
-from kernels.activation import geglu, gelu
+from kernels.activation import gelu
 from kernels.launch import PendingTensor, cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
+from kernels.linear import GEGLU, linear
 from kernels.numerics import add_product, cast
+from kernels.packed import Matrix, PackedMatrix, packed_matrix, scaled_rows, scaled_tile
 from kernels.tiles import Tile, fit
 
 _GROUP_BLOCK = 4096
 
 
-def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, dense: PendingTensor) -> Tensor:
+def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: Matrix, dense: PendingTensor) -> Tensor:
     """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts, n, m]; dense gives [T, n], and
     is called when that is needed (`kernels.launch.beside`) -> [T, 2 n]: dense's, y."""
+    pair, last = packed_matrix(gate_up), packed_matrix(down)
     if not enabled(x):
         total = torch.zeros_like(x, dtype=torch.float32)
         for expert in chosen.unique().tolist():
             tokens, ranks = torch.where(chosen == expert)
-            part = functional.linear(geglu(functional.linear(x[tokens], gate_up[expert])), down[expert])
+            part = linear(linear(x[tokens], pair.of_expert(expert), GEGLU), last.of_expert(expert))
             total.index_add_(0, tokens, part.float() * weights[tokens, ranks, None])
         return torch.cat([dense(), total.to(x.dtype)], -1)
-    check_contiguous(x, weights, chosen, gate_up, down)
-    (rows, n), (count, _, m), top_k = x.shape, down.shape, chosen.shape[1]
-    up_tile, down_tile = choose(rows * top_k, count, shared_memory(x) * 2 // x.element_size())
+    check_contiguous(x, weights, chosen, *pair.tensors, *last.tensors)
+    (rows, n), (count, _, m), top_k = x.shape, last.values.shape, chosen.shape[1]
+    number_bytes = last.values.element_size()
+    up_tile, down_tile = choose(rows * top_k, count, shared_memory(x) * 2 // number_bytes)
     tiles, order, position = (chosen[0], None, None) if rows == 1 else _sorted(chosen, count, up_tile.rows)
     inner, parts, out = x.new_empty(rows * top_k, m), x.new_empty(rows * top_k, n), x.new_empty(rows, 2 * n)
-    _launch_grouped(up_tile, x, gate_up, order, tiles, inner, top_k)
-    _launch_grouped(down_tile, inner, down, None, tiles, parts, 1)
+    _launch_grouped(up_tile, x, pair, order, tiles, inner, top_k)
+    _launch_grouped(down_tile, inner, last, None, tiles, parts, 1)
     block, other = min(1024, next_power_of_2(n)), dense()
     check_contiguous(other)
     launch(_combine, (rows, cdiv(n, block)), parts, position, weights, other, out, N=n, TOP=top_k, BLOCK=block)
@@ -96,14 +99,15 @@ def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _launch_grouped(
-    tile: Tile, x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, out: Tensor, top_k: int
+    tile: Tile, x: Tensor, weight: PackedMatrix, order: Tensor | None, tiles: Tensor, out: Tensor, top_k: int
 ) -> None:  # fmt: skip
     """out [assignments, m], sorted by expert. With `top_k` above 1, x are tokens' rows, else sorted rows. tiles: as `_sorted`; of
     a single token its experts, int32 [top_k]."""
     m = out.shape[1]
+    values, x_scale = (x, None) if weight.scale is None else scaled_rows(x)
     launch(
-        _grouped, (cdiv(m, tile.bn), len(tiles)), x, weight, order, tiles, out,
-        M=m, K=x.shape[1], TOP=top_k, GATED=weight.shape[1] > m, SINGLE=tiles.ndim == 1, SWAP=tile.swap, BM=tile.rows, BN=tile.bn,
+        _grouped, (cdiv(m, tile.bn), len(tiles)), values, x_scale, weight.values, weight.scale, order, tiles, out,
+        M=m, K=x.shape[1], TOP=top_k, GATED=weight.rows > m, SINGLE=tiles.ndim == 1, SWAP=tile.swap, BM=tile.rows, BN=tile.bn,
         BK=tile.bk, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
@@ -160,7 +164,7 @@ def _group(
 
 @triton.jit
 def _grouped(
-    x, weight, order, tiles, out,
+    x, x_scale, weight, scale, order, tiles, out,
     M: constexpr, K: constexpr, TOP: constexpr, GATED: constexpr, SINGLE: constexpr, SWAP: constexpr, BM: constexpr, BN: constexpr,
     BK: constexpr, PDL: constexpr,
 ):  # fmt: skip
@@ -183,7 +187,8 @@ def _grouped(
     else:
         source = tl.load(order + row, row < end, 0) // TOP
     rows = x + source.to(tl.int64)[:, None] * K + lane
-    base = weight + (expert * (M * (2 if GATED else 1)) + tl.minimum(column, M - 1))[:, None] * K + lane
+    ALL: constexpr = M * (2 if GATED else 1)
+    base = weight + (expert * ALL + tl.minimum(column, M - 1))[:, None] * K + lane
     total = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
     up = total
     for k in range(0, K, BK):
@@ -192,6 +197,11 @@ def _grouped(
         total = add_product(values, tl.load(base + k, inside, 0.0), total, SWAP)
         if GATED:
             up = add_product(values, tl.load(base + M * K + k, inside, 0.0), up, SWAP)
+    if scale is not None:
+        scale += expert * ALL
+        total = scaled_tile(total, x_scale, scale, source, column, ALL, SWAP)
+        if GATED:
+            up = scaled_tile(up, x_scale, scale, source, column + M, ALL, SWAP)
     if GATED:
         total = gelu(total) * up
     if SWAP:

@@ -33,7 +33,7 @@ from kernels.experts import experts
 from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.launch import enabled, plain_torch
-from kernels.linear import linear, linear_geglu, linear_gelu_mul
+from kernels.linear import FP32, GEGLU, gelu_times, linear
 from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, tile_tokens
 from kernels.qkv import qkv_post, replace_unturned
@@ -172,8 +172,8 @@ def _admissions(draw: RandomInputs) -> Outputs:
 def _products(draw: RandomInputs, rows: int) -> Outputs:
     """Each class of rows has a kernel or a tile of its own."""
     x, weight = draw.floats(rows, 264), draw.floats(2 * 19, 264, scale=264**-0.5)
-    gated = linear_gelu_mul(x, weight, draw.floats(rows, 2, 38)[:, 1])
-    return linear(x, weight), linear(x, weight, dtype=torch.float32), linear_geglu(x, weight), gated
+    gated = linear(x, weight, gelu_times(draw.floats(rows, 2, 38)[:, 1]))
+    return linear(x, weight), linear(x, weight, FP32), linear(x, weight, GEGLU), gated
 
 
 def _allreduce_norm(draw: RandomInputs) -> Outputs:

@@ -1,6 +1,6 @@
-"""Which kernel and tile a product of few rows takes: a committed table by shape and rows, cut to the GPU's shared memory.
+"""Which kernel and tile a product of few rows takes: a committed table by load, shape and rows, cut to the GPU's shared memory.
 
-The choice is a pure function of (rows, shape, shared memory): nothing is timed at run time, and all ranks choose alike. The
+The choice is a pure function of (rows, shape, shared memory, load): nothing is timed at run time, and all ranks choose alike. The
 figures come from `python -m tests.bench.layer_products`; a shape that is not in the table takes the nearest one's tile and says
 so once.
 """
@@ -12,6 +12,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from kernels.launch import cdiv
+from kernels.packed import Load
 
 Kind = Literal["gemv", "gemm"]
 MOST_ROWS = 64  # of a tile of ours
@@ -63,35 +64,47 @@ class GemmShape(NamedTuple):
         return abs(math.log(self.m / other.m)) + abs(math.log(self.n / other.n))
 
 
-def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int]) -> dict[int, Tile]:
-    """By the most rows that they take: outputs and early tiles of the gemv, outputs and stages of gemms of 16, 32 and 64 rows."""
+def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] = (1024, 128)) -> dict[int, Tile]:
+    """By the most rows that they take: outputs and early tiles of the gemv, outputs and stages of gemms of 16, 32 and 64 rows.
+    bk: columns a turn, of the gemv and of the gemms."""
     by_rows = zip((16, 32, 64), gemms, strict=True)
-    return {1: Tile("gemv", 1, gemv[0], 1024, gemv[1])} | {
-        rows: Tile("gemm", rows, bn, 128, stages=stages, swap=bn <= 64 and rows < 64) for rows, (bn, stages) in by_rows
+    return {1: Tile("gemv", 1, gemv[0], bk[0], gemv[1])} | {
+        rows: Tile("gemm", rows, bn, bk[1], stages=stages, swap=bn <= 64 and rows < 64) for rows, (bn, stages) in by_rows
     }
 
 
 # Above, cuBLAS. The fastest of those tried on an H200 for 31B at TP=4. Of 16 to 64 rows measured in a whole captured step: 84 CTAs
 # need deep pipelines, beside which the next kernel's still fit.
-TABLE: dict[GemmShape, dict[int, Tile]] = {
+_Table = dict[GemmShape, dict[int, Tile]]
+TABLE: _Table = {
     GemmShape(4096, 5376): _tiles((4, 4), (64, 8), (64, 6), (32, 6)),
     **{GemmShape(m, 5376): _tiles((4, 4), (64, 8), (64, 6), (64, 6)) for m in (4608, 5376)},
     **{GemmShape(5376, n): _tiles((4, 2), (64, 8), (64, 6), (64, 6)) for n in (2048, 4096)},
     GemmShape(65536, 5376): _tiles((4, 4), (64, 4), (128, 3), (128, 3)),
     GemmShape(5376, 5376, gated=True): _tiles((2, 4), (64, 4), (64, 4), (64, 4)),
 }
+_FP8_TABLE: _Table = {
+    GemmShape(5376, 8192): _tiles((4, 4), (64, 6), (64, 6), (64, 6), bk=(1024, 256)),
+    GemmShape(21504, 5376, gated=True): _tiles((2, 4), (64, 4), (64, 4), (64, 4), bk=(1024, 256)),
+}
+TABLES: dict[Load, _Table] = {"plain": TABLE, "fp8": _FP8_TABLE}
+_BYTES: dict[Load, int] = {"plain": 2, "fp8": 1}  # of a number in shared memory
 
 
 @cache
-def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bool = False) -> Tile | None:
-    """The tile for `rows` rows of x on a GPU whose blocks may have `shared` bytes of shared memory; None: use cuBLAS.
+def choose(
+    rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bool = False, load: Load = "plain"
+) -> Tile | None:
+    """The tile for `rows` rows of x on a GPU whose blocks may have `shared` bytes of shared memory; None: use the library.
 
     Up to `_GEMV_ROWS` rows take the tile for one row, and of few outputs more rows, a CTA each; of many rows 16 a CTA, where no
     processor has more than one. Where a product's second wave of CTAs would leave half of the processors idle or more, two CTAs
     share one, and there is no second wave. Where its outputs leave many processors idle, its inner dimension is shared out if it
     may be in `parts`; else a tile that was measured for another shape takes fewer outputs, unless they are the MMA's rows (`swap`).
     """
-    tiles = TABLE[_nearest(shape)]
+    table = TABLES[load]
+    tiles = table[_nearest(shape, load)]
+    shared = shared * 2 // _BYTES[load]
     if rows > MOST_ROWS:
         few = shape.m <= _FEW_OUTPUTS and cdiv(rows, 16) * cdiv(shape.m, tiles[16].bn) <= _PROCESSORS
         return fit(tiles[16], shape.gated, shared) if few else None
@@ -106,7 +119,7 @@ def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bo
         finer = 2
         while finer * cdiv(shape.m, tile.bn) <= _PROCESSORS and shape.n % (finer * tile.bk * _LEAST_TURNS) == 0:
             tile, finer = replace(tile, splits=finer), 2 * finer
-    elif shape not in TABLE and not tile.swap:
+    elif shape not in table and not tile.swap:
         while 2 * cdiv(shape.m, tile.bn) <= _PROCESSORS and tile.bn > 16:
             tile = replace(tile, bn=tile.bn // 2)
     return tile
@@ -114,7 +127,7 @@ def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bo
 
 def fit(tile: Tile, gated: bool, shared: int) -> Tile:
     """`tile` with fewer stages, three at least, then half as many columns, until its pipeline fits in `shared` bytes, of which
-    reductions have 1 KiB."""
+    reductions have 1 KiB. For numbers of one byte a caller gives twice the bytes."""
     while tile.shared_bytes(gated) > shared - 1024:
         fewer = replace(tile, stages=tile.stages - 1)
         tile = fewer if tile.stages > 3 else replace(tile, bk=tile.bk // 2, stages=4)
@@ -122,9 +135,9 @@ def fit(tile: Tile, gated: bool, shared: int) -> Tile:
 
 
 @cache
-def _nearest(shape: GemmShape) -> GemmShape:
-    if shape in TABLE:
+def _nearest(shape: GemmShape, load: Load) -> GemmShape:
+    if shape in TABLES[load]:
         return shape
-    nearest = min(TABLE, key=shape.distance)
-    _logger.info("no tile measured for %s: taking those of %s", shape, nearest)
+    nearest = min(TABLES[load], key=shape.distance)
+    _logger.info("no %s tile measured for %s: taking those of %s", load, shape, nearest)
     return nearest

@@ -56,7 +56,7 @@ class MoeLayer:
 
     def run(self, residual: Tensor, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """The dense MLP of x, and beside it the experts."""
-        dense = beside(lambda: linear.linear(linear.linear_geglu(x, gate_up), down), x)
+        dense = beside(lambda: linear.linear(linear.linear(x, gate_up, linear.GEGLU), down), x)
         logits, inner = router_logits(residual, self.parts, self.norm, EPS)
         weights, chosen = route(logits, self.scale, self.top_k)
         return experts.experts(inner, weights, chosen, self.gate_up, self.down, dense)
@@ -90,9 +90,9 @@ class Chain:
                 *_, down = next(products)
                 out, norms = next(layers).run(residual, source, weight, down), norms._replace(halves=(norms.post, norms.post))
             elif shape.gated:
-                out = linear.linear_geglu(source, weight)
+                out = linear.linear(source, weight, linear.GEGLU)
             elif name == "ple_gate":
-                out = linear.linear_gelu_mul(source, weight, inputs[shape.m])
+                out = linear.linear(source, weight, linear.gelu_times(inputs[shape.m]))
             else:
                 out = (linear.linear_parts if self.tp == 1 and name in PARTS else linear.linear)(source, weight)
             if norms.halves or shape.m == self.hidden:

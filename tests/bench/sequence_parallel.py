@@ -16,10 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.rank.allreduce_norm import AllReduceNorm, whole
 from engine.rank.parallel import Parallel, make_inboxes
+from engine.rank.products import Rows, exchange_over
 from engine.rank.weight import Weight
 from engine.weight_formats import PLAIN
+from kernels.fused_allreduce_norm import Norms
+from kernels.linear import GEGLU
 from kernels.norm import rms_norm
 from kernels.sequence_parallel import SequenceParallel
 from tests.bench.gpu_ranks import milliseconds, run_on_gpus
@@ -65,11 +67,12 @@ class Mlps:
 
     def forward(self, h: Tensor, peers: SequenceParallel | None) -> Tensor:
         """Final rows [rows, hidden]."""
-        allreduce_norm = AllReduceNorm(self.parallel, peers, EPS)
-        x = rms_norm(h, self.norms[0, 1], EPS)
+        exchange = exchange_over(peers, self.parallel, EPS)
+        x: Rows = rms_norm(h, self.norms[0, 1], EPS)
         for (gate_up, down), (post, next_norm) in zip(self.weights, self.norms, strict=True):
-            h, x = allreduce_norm.add(down(gate_up.geglu(x), allreduce_norm), h, post, next_norm, self.scalar)
-        return whole(x)
+            part = exchange.row_parallel(down, exchange.column_parallel(gate_up, x, GEGLU))
+            h, x = exchange.sum_norm(part, h, Norms(post, next_norm), self.scalar)
+        return exchange.all_rows(x)
 
     def forward_by_rows(self, h: Tensor, sequence: SequenceParallel) -> Tensor:
         """Final rows, of which each rank norms its own."""
@@ -78,7 +81,7 @@ class Mlps:
     def products(self, h: Tensor) -> Tensor:
         """The products alone."""
         for gate_up, down in self.weights:
-            h = down(gate_up.geglu(h))
+            h = down.product(gate_up.product(h, GEGLU))
         return h
 
 

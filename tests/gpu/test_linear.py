@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.linear import linear, linear_geglu
+from kernels.linear import FP32, GEGLU, linear
 from kernels.tiles import choose
 from tests.nano.model_shapes import PUBLIC
 from tests.support.engine.products import Product, products
@@ -26,7 +26,7 @@ CASES = [
 
 
 def run(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
-    return linear_geglu(x, weight) if gated else linear(x, weight)
+    return linear(x, weight, GEGLU) if gated else linear(x, weight)
 
 
 def tensors(product: Product, rows: int) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ class Stack:
         """x -> h; `after` is called behind every launch."""
         self.h.copy_(self.x)
         for gate_up, down, square in self._layers:
-            gated = linear_geglu(self.h, gate_up)
+            gated = linear(self.h, gate_up, GEGLU)
             after()
             projected = linear(gated, down)
             after()
@@ -114,6 +114,6 @@ def test_the_head_keeps_fp32() -> None:
     head = next(product for product in products(PUBLIC["31b"], 4) if product.name == "head")
     for rows in (1, 8, 100, 200):
         x, weight = tensors(head, rows)
-        wide = linear(x, weight, dtype=torch.float32)
+        wide = linear(x, weight, FP32)
         assert error(wide, x, weight, False) < 3e-5
         assert error(wide.bfloat16(), x, weight, False) > 3e-4

@@ -27,12 +27,13 @@ from kernels.decode import decode_splits
 from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_norm
 from kernels.launch import launch, trigger, wait
-from kernels.linear import _run, linear, linear_geglu, linear_send
+from kernels.linear import GEGLU, NONE, _run, linear, linear_send
+from kernels.packed import E4M3, Load, PackedMatrix
 from kernels.ragged_attention import ragged_attention
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from kernels.selfcheck import CHECKS, RandomInputs
 from kernels.sequence_parallel import SequenceParallel
-from kernels.tiles import TABLE, GemmShape, Tile
+from kernels.tiles import TABLES, GemmShape, Tile
 from tests.bench.attention import LAYERS
 from tests.support.attention import decode_node, ints, meta
 from tests.support.compiled import Compiled, compile_node
@@ -88,22 +89,27 @@ def check_nodes(module: str, target: Target) -> list[Node]:
 
 
 def linear_nodes(target: Target) -> Iterator[Node]:
-    """Each tile of the table once, in the first shape that names it, and some again where no tile divides the sizes."""
+    """Each tile of the tables once, in the first shape that names it, and some again where no tile divides the sizes. GPUs before
+    sm_89 have no fp8."""
     seen = {}
-    for shape, tiles in TABLE.items():
-        for tile in tiles.values():
-            seen.setdefault((tile, shape.gated), shape)
-    for (tile, gated), shape in seen.items():
-        yield from product_nodes(tile, shape, target)
+    for load, table in TABLES.items():
+        for shape, tiles in table.items():
+            for tile in tiles.values() if load == "plain" or target >= (8, 9) else ():
+                seen.setdefault((tile, shape.gated, load), shape)
+    for (tile, gated, load), shape in seen.items():
+        yield from product_nodes(tile, shape, load, target)
         if tile.rows in {1, 16} and target == HOPPER:
-            yield from product_nodes(tile, GemmShape(1031, 1032, gated), target)
+            yield from product_nodes(tile, GemmShape(1031, 1032, gated), load, target)
 
 
-def product_nodes(tile: Tile, shape: GemmShape, target: Target) -> list[Node]:
+def product_nodes(tile: Tile, shape: GemmShape, load: Load, target: Target) -> list[Node]:
     """One product of as many rows as the tile takes."""
-    x, weight = meta(tile.rows, shape.n), meta(shape.m * (1 + shape.gated), shape.n)
+    x, rows = meta(tile.rows, shape.n), shape.m * (1 + shape.gated)
+    weight = PackedMatrix(meta(rows, shape.n))
+    if load == "fp8":
+        weight = PackedMatrix(meta(rows, shape.n, dtype=E4M3), meta(rows, dtype=torch.float32), load)
     with record(target) as nodes:
-        _run(tile, x, weight, meta(tile.rows, shape.m), gated=shape.gated)
+        _run(tile, x, weight, meta(tile.rows, shape.m), GEGLU if shape.gated else NONE)
     return nodes
 
 
@@ -191,14 +197,14 @@ def test_fits_and_does_not_spill(subject: str) -> None:
 def test_smaller_shared_memory(target: Target) -> None:
     """The largest pipeline of the table, cut for a GPU with less shared memory, fits it; uncut it would not. So does attention."""
     largest = max(
-        ((shape, tile) for shape, tiles in TABLE.items() for tile in tiles.values()),
+        ((shape, tile) for shape, tiles in TABLES["plain"].items() for tile in tiles.values()),
         key=lambda pair: pair[1].shared_bytes(pair[0].gated),
     )
     shape, tile = largest
     assert tile.shared_bytes(shape.gated) > SHARED[12, 0]
     x, weight = meta(tile.rows, shape.n), meta(shape.m * (1 + shape.gated), shape.n)
     with record(target) as nodes:
-        linear_geglu(x, weight) if shape.gated else linear(x, weight)
+        linear(x, weight, GEGLU) if shape.gated else linear(x, weight)
     for node in (*nodes, *check_nodes("kernels.decode", target), *check_nodes("kernels.prefill", target)):
         assert compile_node(node, target).shared <= SHARED[target], node
 

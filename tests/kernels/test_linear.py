@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.activation import geglu
-from kernels.linear import _run, linear, linear_geglu, linear_parts
+from kernels.linear import FP32, GEGLU, NONE, _run, linear, linear_parts
+from kernels.packed import packed_matrix
 from kernels.tiles import LARGE_SHARED, MOST_ROWS, TABLE, GemmShape, Tile, choose, fit
 from tests.support import interpreter
 from tests.support.dtypes import both_dtypes
@@ -62,7 +63,7 @@ def run(tile: Tile, x: Tensor, weight: Tensor, gated: bool) -> Tensor:
     """`tile`'s kernel on x, its output within a larger tensor of NaN, nothing of which is written beside it."""
     rows, m = x.shape[0], weight.shape[0] // (1 + gated)
     around = torch.full((rows + 2, m), torch.nan, dtype=x.dtype)
-    _run(tile, x, weight, around[1:-1], gated=gated)
+    _run(tile, x, packed_matrix(weight), around[1:-1], GEGLU if gated else NONE)
     assert around[[0, -1]].isnan().all()
     return around[1:-1]
 
@@ -105,9 +106,9 @@ def interpreted_wrappers_take_the_tables_tile(rows: int) -> None:
     """On shapes that nobody measured the wrappers still compute the formula, in one launch, fp32 if asked."""
     x, weight = case(rows, 24, 96, torch.bfloat16, True)
     with record() as nodes:
-        gate = linear_geglu(x, weight)
+        gate = linear(x, weight, GEGLU)
         out = linear(x, weight)
-        wide = linear(x, weight, dtype=torch.float32)
+        wide = linear(x, weight, FP32)
     assert len(nodes) == 3
     assert error(gate, product(x, weight, True)) < TOLERANCE[torch.bfloat16]
     assert error(out, product(x, weight, False)) < TOLERANCE[torch.bfloat16]
@@ -135,7 +136,7 @@ def interpreted_many_rows_take_the_library() -> None:
     kernel of its own."""
     x, weight = case(MOST_ROWS + 1, 257, 32, torch.float32, True)
     with record() as nodes:
-        plain, gated, none = linear(x, weight), linear_geglu(x, weight), linear(x[:0], weight)
+        plain, gated, none = linear(x, weight), linear(x, weight, GEGLU), linear(x[:0], weight)
     assert [node.kernel for node in nodes] == ["_gelu_mul"]
     assert torch.equal(plain, functional.linear(x, weight))
     assert torch.equal(gated, geglu(plain))
@@ -147,8 +148,8 @@ def test_on_the_cpu(dtype: torch.dtype) -> None:
     """Without the interpreter the CPU keeps torch's product, its dtype, and unrounded fp32 where that is asked for."""
     x, weight = case(5, 24, 96, dtype, True)
     assert torch.equal(linear(x, weight), functional.linear(x, weight))
-    assert torch.equal(linear_geglu(x, weight), geglu(functional.linear(x, weight)))
-    out = linear(x, weight, dtype=torch.float32)
+    assert torch.equal(linear(x, weight, GEGLU), geglu(functional.linear(x, weight)))
+    out = linear(x, weight, FP32)
     assert out.dtype == torch.float32
     assert error(out, product(x, weight, False)) < TOLERANCE[torch.float32]
     assert dtype == torch.float32 or error(linear(x, weight), product(x, weight, False)) > TOLERANCE[torch.float32]

@@ -11,12 +11,12 @@ from torch.nn import functional
 
 from engine.geometry import Geometry
 from engine.media_geometry import MediaGeometry
-from engine.rank.allreduce_norm import AllReduceNorm, Peers
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch, RopeTensors
 from engine.rank.load.tensor_table import TensorTable
 from engine.rank.models.layers import VocabTable
 from engine.rank.parallel import Parallel, Single
+from engine.rank.products import Exchange, Peers
 from engine.rank.shard import Shard
 from kernels.norm import rms_norm
 
@@ -34,7 +34,7 @@ class Model(Shard, ABC):
         """The table that logits come of: this rank's slice, before the soft cap (`geometry.softcap`)."""
 
     @abstractmethod
-    def embed(self, ids: Tensor, allreduce_norm: AllReduceNorm) -> Tensor:
+    def embed(self, ids: Tensor, exchange: Exchange) -> Tensor:
         """ids int32 [R] -> the scaled rows [R, hidden] that the layers would begin with."""
 
     @abstractmethod

@@ -25,6 +25,8 @@ from engine.rank.sampler import Sampler
 from engine.rank.shard import Shard
 from kernels.choose import ArgmaxInbox, choose_best
 from kernels.clusters import best_of_clusters
+from kernels.fused_allreduce_norm import Norms
+from kernels.linear import FP32
 from kernels.sampling_batch import SamplingBatch
 
 
@@ -65,7 +67,7 @@ class OrderedHead(nn.Module):
         self.weight.copy_(self.weight[self.order])
 
     def forward(self, rows: Tensor, _sampler: Sampler, batch: SamplingBatch, _inbox: ArgmaxInbox | None) -> Tensor:
-        scores = self.centroids.fp32(rows)
+        scores = self.centroids.product(rows, FP32)
         clusters = scores.topk(self._top_k).indices
         chosen = rows.new_empty((len(rows), 2), dtype=torch.int32)
         choose_best(best_of_clusters(rows, self.weight, self.order, clusters, scores.shape[1]), batch, chosen, None)
@@ -89,9 +91,9 @@ class Assistant(Shard):
 
         A row sees keys up to its position; its rotary embedding is of `step.batch.rope`.
         """
-        norm = step.allreduce_norm
         first_norm, *next_norms = pre_norms(self.blocks, self.norm)
-        h, x = norm(self.pre(torch.cat([embedded, hidden], 1)), None, None, first_norm, summed=True)
+        projected = self.pre.product(torch.cat([embedded, hidden], 1))
+        h, x = step.exchange.norm(projected, None, Norms(None, first_norm))
         for block, next_norm in zip(self.blocks, next_norms, strict=True):
             h, x = block(h, x, next_norm, step)
         return x

@@ -15,33 +15,36 @@ layer that stores K and V does so of all rows, and only those whose logits are w
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from engine.geometry import Geometry, Layer, read_geometry, shard_kv_heads
-from engine.rank.allreduce_norm import AllReduceNorm, Part, Peers, Rows, whole
 from engine.rank.attention.base import AttentionBackend, AttentionPlan
 from engine.rank.batch import ForwardBatch, SoftTokens, frequencies_of
 from engine.rank.models.architecture import Architecture, Model
 from engine.rank.models.gemma4_weights import BLOCK_NORMS, TENSORS
 from engine.rank.models.layers import Experts, Mlp, Router, VocabTable
 from engine.rank.parallel import Parallel
+from engine.rank.products import Exchange, Part, Peers, Rows, exchange_over
 from engine.rank.shard import Shard
+from kernels.fused_allreduce_norm import Norms
 from kernels.launch import beside
+from kernels.linear import gelu_times
 from kernels.ple import per_layer_inputs
 
 
 @dataclass(frozen=True)
 class LayerStep:
-    """What the layers of one forward share: batch, attention and what it has prepared, fused norms, per-layer embeddings
+    """What the layers of one forward share: batch, attention and its plan, the ranks' exchange of rows, per-layer embeddings
     [T, layers, ple] or None."""
 
     batch: ForwardBatch
     attention: AttentionBackend
     plan: AttentionPlan
-    allreduce_norm: AllReduceNorm
+    exchange: Exchange
     ple: Tensor | None
 
     def of_rows(self, rows: Tensor) -> "LayerStep":
@@ -51,8 +54,8 @@ class LayerStep:
         pages = cache.gather(slots, positions, cache.page_rows(len(rows) // self.batch.width))
         batch = ForwardBatch(self.batch.ids[rows], positions, slots, rope, pages, width=self.batch.width)
         ple = None if self.ple is None else self.ple[rows]
-        allreduce_norm = self.allreduce_norm.of_few_rows()
-        return replace(self, batch=batch, plan=self.attention.prepare(batch), allreduce_norm=allreduce_norm, ple=ple)
+        plan = self.attention.prepare(batch)
+        return replace(self, batch=batch, plan=plan, exchange=self.exchange.of_few_rows(), ple=ple)
 
 
 class Attention(nn.Module):
@@ -70,19 +73,24 @@ class Attention(nn.Module):
         self.k_norm = shard.parameter(layer.head_dim) if layer.owns_kv else None
 
     def forward(self, x: Rows, step: LayerStep) -> Part:
-        return self.attend(self.qkv(x), step)
+        return self.attend(self._qkv(x, step), step)
 
     def attend(self, qkv: Tensor, step: LayerStep) -> Part:
         """Compute o's part of raw q, k and v, or of q alone, whose K and V are in their pages."""
         out = qkv.new_empty(len(qkv), self.o.shape[1])
         step.attention.attend(qkv, self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, out)
-        return self.o(out, step.allreduce_norm)
+        return step.exchange.row_parallel(self.o, out)
 
     def store(self, x: Tensor, step: LayerStep) -> Tensor:
         """Write K and V of all rows x [T, hidden] into their pages; returns the rows' raw q."""
-        qkv = self.qkv(x)
+        qkv = self._qkv(x, step)
         step.attention.store(qkv, self.layer, (self.q_norm, self.k_norm), step.batch)
         return qkv[:, : self.o.shape[1]]
+
+    def _qkv(self, x: Rows, step: LayerStep) -> Tensor:
+        qkv = step.exchange.column_parallel(self.qkv, x)
+        assert isinstance(qkv, Tensor)
+        return qkv
 
 
 class Block(nn.Module):
@@ -115,7 +123,7 @@ class Block(nn.Module):
         of all rows are stored."""
         rows = step.batch.logit_rows
         assert rows is not None
-        _, x = step.allreduce_norm(h, None, None, self.norms["pre_attention"], summed=True)
+        _, x = step.exchange.norm(h, None, Norms(None, self.norms["pre_attention"]))
         queries, step = self.attention.store(x, step)[rows], step.of_rows(rows)
         if not len(rows):
             return h[rows], x[rows], step
@@ -123,21 +131,21 @@ class Block(nn.Module):
 
     def _behind_attention(self, part: Part, h: Tensor, next_norm: Tensor | None, step: LayerStep) -> tuple[Tensor, Rows]:
         norms = self.norms
-        h, x = step.allreduce_norm.add(part, h, norms["post_attention"], norms["pre_mlp"])
+        h, x = step.exchange.sum_norm(part, h, Norms(norms["post_attention"], norms["pre_mlp"]))
         after, scalar = (next_norm, self.scalar) if step.ple is None else (None, None)
         if self._moe:
             assert isinstance(x, Tensor)
-            dense = beside(lambda: self.mlp(x), x)
+            dense = beside(partial(self.mlp.local, x), x)
             weights, chosen, inner = self.router(h, norms["pre_experts"])
             both = self.experts(inner, weights, chosen, dense)  # parts side by side: normed apart, then added
             halves = (norms["post_dense"], norms["post_experts"])
-            h, x = step.allreduce_norm(both, h, norms["post_mlp"], after, scalar, halves=halves)
+            h, x = step.exchange.sum_norm(both, h, Norms(norms["post_mlp"], after, halves), scalar)
         else:
-            h, x = step.allreduce_norm.add(self.mlp(x, step.allreduce_norm), h, norms["post_mlp"], after, scalar)
+            h, x = step.exchange.sum_norm(self.mlp(x, step.exchange), h, Norms(norms["post_mlp"], after), scalar)
         if step.ple is None:
             return h, x
-        p = self.ple_out(self.ple_gate.gelu_mul(h, step.ple[:, self._index]))
-        return step.allreduce_norm(p, h, norms["post_ple"], next_norm, self.scalar, summed=True)
+        p = self.ple_out.product(self.ple_gate.product(h, gelu_times(step.ple[:, self._index])))
+        return step.exchange.norm(p, h, Norms(norms["post_ple"], next_norm), self.scalar)
 
 
 def pre_norms(blocks: Iterable[nn.Module], last: Tensor) -> list[Tensor]:
@@ -162,7 +170,7 @@ class Embedding(nn.Module):
             self.ple_norm = shard.parameter(geometry.ple)
 
     def forward(
-        self, ids: Tensor, next_norm: Tensor | None, allreduce_norm: AllReduceNorm, soft: SoftTokens | None = None
+        self, ids: Tensor, next_norm: Tensor | None, exchange: Exchange, soft: SoftTokens | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """ids int32 [T] -> (h [T, hidden], h normed by `next_norm`, per-layer embeddings [T, layers, ple] or None).
 
@@ -178,10 +186,12 @@ class Embedding(nn.Module):
             summed = ple is not None or self._parallel.rank == 0  # in a sum over ranks that is to come the first has all of them
             rows[soft.rows] = soft.values if summed else torch.zeros_like(soft.values)
             rows = rows[:-1]
-        h, x = allreduce_norm(rows.contiguous(), None, None, next_norm, scale=scale, summed=ple is not None)
+        norms, rows = Norms(None, next_norm), rows.contiguous()
         if ple is None:
-            return h, x, None
-        context = self.ple_projection(h)
+            h, x = exchange.sum_norm(rows, None, norms, scale=scale)
+            return h, exchange.all_rows(x), None
+        h, x = exchange.norm(rows, None, norms, scale=scale)
+        context = self.ple_projection.product(h)
         ple = per_layer_inputs(context, ple.contiguous(), self.ple_norm, geometry.eps, geometry.hidden**-0.5, self._ple_scale)
         return h, x, ple
 
@@ -202,24 +212,25 @@ class Gemma4(Model):
     def head(self) -> VocabTable:
         return self.embedding.tokens if self.own_head is None else self.own_head
 
-    def embed(self, ids: Tensor, allreduce_norm: AllReduceNorm) -> Tensor:
-        return allreduce_norm(self.embedding.tokens(ids), None, None, None, scale=self.embedding.scale)[1]
+    def embed(self, ids: Tensor, exchange: Exchange) -> Tensor:
+        _, x = exchange.sum_norm(self.embedding.tokens(ids), None, Norms(None, None), scale=self.embedding.scale)
+        return exchange.all_rows(x)
 
     def states(self, batch: ForwardBatch, attention: AttentionBackend, peers: Peers = None) -> tuple[Tensor, Tensor]:
-        allreduce_norm = AllReduceNorm(self.parallel, peers, self.geometry.eps)
+        exchange = exchange_over(peers, self.parallel, self.geometry.eps)
         norms: list[Tensor | None] = [*pre_norms(self.blocks, self.norm)]
         if batch.logit_rows is not None:  # this layer narrows, and needs h of those rows on every rank, which x is without a norm
             norms[self._last_stored] = None
-        h, embedded, ple = self.embedding(batch.ids, norms[0], allreduce_norm, batch.soft)
+        h, embedded, ple = self.embedding(batch.ids, norms[0], exchange, batch.soft)
         x: Rows = embedded
-        step = LayerStep(batch, attention, attention.prepare(batch), allreduce_norm, ple)
+        step = LayerStep(batch, attention, attention.prepare(batch), exchange, ple)
         for block, (norm, next_norm) in zip(self.blocks, pairwise(norms), strict=True):
             assert isinstance(block, Block)
             if norm is None:
-                h, x, step = block.narrow(whole(x), next_norm, step)
+                h, x, step = block.narrow(exchange.all_rows(x), next_norm, step)
             elif len(h):
                 h, x = block(h, x, next_norm, step)
-        return h, whole(x)
+        return h, exchange.all_rows(x)
 
 
 GEMMA4 = Architecture(read_geometry, TENSORS, Gemma4)

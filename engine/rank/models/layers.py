@@ -1,8 +1,7 @@
 """The few tensor-parallel layers. Every product of a model is one of a `Weight`'s, except the router's.
 
 A column-parallel product is by a `Weight` of this rank's rows; what it yields stays local. A row-parallel one is by
-this rank's columns and yields a part of the sum: parts are added over ranks before anything else may touch them, and Gemma norms
-every such sum, so that sum, norm, residual and next norm are one step: `AllReduceNorm`. KV heads that do not divide are held by
+this rank's columns and yields a part of a sum over ranks: `engine.rank.products`. KV heads that do not divide are held by
 several ranks. Weights are made empty; `engine.rank.load` fills them.
 """
 
@@ -12,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.geometry import Moe, shard_vocab, vocab_share
-from engine.rank.allreduce_norm import AllReduceNorm, Part, Rows
+from engine.rank.products import Exchange, Part, Rows
 from engine.rank.shard import Shard
 from kernels.launch import PendingTensor
+from kernels.linear import FP32, GEGLU
 from kernels.route import route, router_logits, router_parts
 
 
@@ -40,7 +40,7 @@ class VocabTable(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """x [T, width] -> fp32 [T, share]."""
-        logits = self.head.fp32(x)
+        logits = self.head.product(x, FP32)
         if self._filled < logits.shape[1]:
             logits[:, self._filled :] = -torch.inf
         return logits
@@ -54,8 +54,12 @@ class Mlp(nn.Module):
         hidden, share = shard.geometry.hidden, width // shard.parallel.size
         self.gate_up, self.down = shard.matrix(2 * share, hidden), shard.matrix(hidden, share)
 
-    def forward(self, x: Rows, allreduce_norm: AllReduceNorm | None = None) -> Part:
-        return self.down(self.gate_up.geglu(x), allreduce_norm)
+    def forward(self, x: Rows, exchange: Exchange) -> Part:
+        return exchange.row_parallel(self.down, exchange.column_parallel(self.gate_up, x, GEGLU))
+
+    def local(self, x: Tensor) -> Tensor:
+        """This rank's part as a tensor [T, hidden]."""
+        return self.down.product(self.gate_up.product(x, GEGLU))
 
 
 class Router(nn.Module):

@@ -10,12 +10,12 @@ What the passes begin with lies at fixed addresses, whatever step it comes of: a
 import torch
 from torch import Tensor
 
-from engine.rank.allreduce_norm import AllReduceNorm
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch
 from engine.rank.models.assistant import Assistant
 from engine.rank.models.gemma4 import LayerStep
 from engine.rank.parallel import inboxes_of
+from engine.rank.products import exchange_over
 from engine.rank.stages.sample_stage import SampleStage
 from engine.rank.step import StepBuffers
 from kernels.accept import DraftInputs, Verified, accept
@@ -56,15 +56,15 @@ class DraftStage:
         rows, drafter = self._first_rows(sequences), self._drafter
         peers, inbox = inboxes_of(self._inboxes, sequences)
         batch = self._inputs.drafting(rows.slots, rows.positions[0], rows.positions[1])
-        norm = AllReduceNorm(drafter.parallel, peers, drafter.geometry.eps)
-        step = LayerStep(batch, self._attention, self._attention.prepare(batch), norm, None)
+        exchange = exchange_over(peers, drafter.parallel, drafter.geometry.eps)
+        step = LayerStep(batch, self._attention, self._attention.prepare(batch), exchange, None)
         ids, hidden = rows.ids, rows.hidden
         for index in range(count):
-            final = drafter(self._target.embed(ids, norm), hidden, step)
+            final = drafter(self._target.embed(ids, exchange), hidden, step)
             drafts = self._sampler.batch(rows.slots, rows.positions[1 + index], self._greedy, self._slots.tokens)
             ids = drafter.head(final, self._sampler, drafts, inbox)[:, 0].contiguous()
             if index + 1 < count:
-                hidden = drafter.post(final)
+                hidden = drafter.post.product(final)
 
     def last_drafts(self, sequences: int, count: int) -> Tensor:
         """Returns the drafts made last behind the step's sequences, int32 [sequences, count]."""

@@ -11,12 +11,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.plan import PlanView
-from engine.rank.allreduce_norm import Peers
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import Chunk, ForwardBatch, SoftTokens, last_seen_of
 from engine.rank.models.architecture import Model
 from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes, inboxes_of
+from engine.rank.products import Peers
 from engine.rank.prompt_logprobs import PromptScoring, ScoredRows, scored_rows
 from engine.rank.stages.encode_stage import EncodeStage
 from engine.rank.step import StepBuffers, StepSizes, chunks_of

@@ -14,7 +14,6 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.geometry import Layer, kv_groups, read_geometry
 from engine.protocol import GenerateRequest, JsonObject
-from engine.rank.allreduce_norm import AllReduceNorm
 from engine.rank.attention import attention_backend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.builder import build
@@ -24,6 +23,7 @@ from engine.rank.models.assistant import Assistant, OrderedHead, load_assistant
 from engine.rank.models.assistant_geometry import check_shards, read_assistant
 from engine.rank.models.gemma4 import GEMMA4, Gemma4, LayerStep
 from engine.rank.parallel import Single
+from engine.rank.products import Exchange
 from engine.rank.sampler import Sampler
 from engine.rank.step import StepBuffers
 from kernels.sampling_batch import SlotParameters
@@ -89,10 +89,10 @@ def own_drafts(it: Pair, count: int, length: int, rotary: int) -> Tensor:
     step, ids, hidden, drafts = step_of(it, length, rotary), it.ids, it.hidden, list[Tensor]()
     with torch.inference_mode():
         for at in range(count):
-            final = it.drafter(it.target.embed(ids, step.allreduce_norm), hidden, step)
+            final = it.drafter(it.target.embed(ids, step.exchange), hidden, step)
             ids = it.drafter.head(final, sampler, sampler.batch(slots, slots + length + at, greedy, tokens), None)[:, 0]
             drafts.append(ids)
-            hidden = it.drafter.post(final)
+            hidden = it.drafter.post.product(final)
     assert torch.equal(tokens[:, length + 1 :], torch.stack(drafts, dim=1))
     return torch.stack(drafts, dim=1)
 
@@ -105,11 +105,11 @@ def step_of(it: Pair, length: int, rotary: int) -> LayerStep:
         rotary_table(torch.tensor([rotary], dtype=torch.int32), it.target.frequencies[key], table)
     attention = attention_backend(None, it.drafter.geometry, it.cache, 1, (1,))
     batch = replace(batch, rope=rope)
-    return LayerStep(batch, attention, attention.prepare(batch), norm(it), None)
+    return LayerStep(batch, attention, attention.prepare(batch), exchange(it), None)
 
 
-def norm(it: Pair) -> AllReduceNorm:
-    return AllReduceNorm(Single(), None, it.drafter.geometry.eps)
+def exchange(it: Pair) -> Exchange:
+    return Exchange(Single(), it.drafter.geometry.eps)
 
 
 def visible(layers: Iterable[Layer], cache: KVCache, length: int, slot: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
@@ -130,7 +130,7 @@ def test_drafts_equal_transformers(nano: Nano, tmp_path: Path, member: str, leng
     """Eight drafts behind prompts shorter than the window, of its length and longer: ids and logits, of the same K and V. A rotary
     position, a key or a hidden row off by one changes the logits by a hundred tolerances."""
     it = pair(nano(member), member, tmp_path, length)
-    embed = partial(it.target.embed, allreduce_norm=norm(it))
+    embed = partial(it.target.embed, exchange=exchange(it))
     judged = partial(assistants.drafts, it.judge, 8, it.ids.long(), it.hidden.clone(), embed)
     ids, logits = judged(visible(it.drafter.geometry.layers, it.cache, length), length)
     assert own_drafts(it, 8, length, length).tolist() == [ids]
@@ -144,7 +144,7 @@ def test_drafts_equal_transformers(nano: Nano, tmp_path: Path, member: str, leng
 def logits_error(it: Pair, expected: Tensor, length: int, rotary: int) -> float:
     """The largest difference of the first pass's logits."""
     with torch.inference_mode():
-        final = it.drafter(it.target.embed(it.ids, norm(it)), it.hidden, step_of(it, length, rotary))
+        final = it.drafter(it.target.embed(it.ids, exchange(it)), it.hidden, step_of(it, length, rotary))
     return head_error(it.drafter, final, expected)
 
 
@@ -202,7 +202,7 @@ def round_error(
     stage, slots, errors, forward = runner.draft_stage, runner.slots, [0.0], Assistant.forward
     assert stage is not None
     draft, accept, drafter, target = stage.draft, stage.accept, stage._drafter, stage._target
-    embed = partial(target.embed, allreduce_norm=AllReduceNorm(Single(), None, drafter.geometry.eps))
+    embed = partial(target.embed, exchange=Exchange(Single(), drafter.geometry.eps))
     passes = []
     rows_hidden = []
     stood = []

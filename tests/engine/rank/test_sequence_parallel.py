@@ -23,7 +23,6 @@ import kernels.sequence_parallel
 from engine.config import EngineConfig, Mtp
 from engine.geometry import kv_groups, read_geometry
 from engine.memory import INBOX_BYTES, exchange_bytes, inbox_rows, sequence_rows
-from engine.rank.allreduce_norm import Peers
 from engine.rank.attention import attention_backend
 from engine.rank.batch import Chunk, eager_batch
 from engine.rank.kv import GroupCache, KVCache
@@ -31,6 +30,7 @@ from engine.rank.load.loader import load
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Inboxes, Parallel, check_own_rows, make_inboxes
+from engine.rank.products import Peers
 from engine.rank.stages.forward_stage import ForwardStage
 from kernels.allreduce import MappedCollectives, shared_bytes
 from kernels.fused_allreduce_norm import AllReduceInbox

@@ -22,6 +22,8 @@ from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Parallel, Single
 from engine.rank.weight import Weight
 from engine.weight_formats import FORMATS, PLAIN, StoredTensor, WeightFormat, weight_format
+from kernels.activation import geglu
+from kernels.linear import NONE, Epilogue
 from tests.conftest import Nano
 from tests.support.engine.paged import caches, run_steps, script
 from tests.support.engine.recording import config_of
@@ -45,11 +47,12 @@ class Int8Rows(Weight):
     def weight(self) -> Tensor:  # type: ignore[override]
         return (self.values * self.scale).to(self.dtype)
 
-    def geglu(self, x: Tensor) -> Tensor:
-        """Its own product, scaled behind."""
+    def product(self, x: Tensor, epilogue: Epilogue = NONE, out: Tensor | None = None) -> Tensor:
+        """Its own product, scaled after the sum, where only the gate follows."""
+        if not epilogue.gated:
+            return super().product(x, epilogue, out)
         Int8Rows.products += 1
-        gate, up = (x @ self.values.t().to(x.dtype) * self.scale.t()).chunk(2, dim=1)
-        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+        return geglu(x @ self.values.t().to(x.dtype) * self.scale.t())
 
 
 INT8 = WeightFormat(

@@ -45,7 +45,7 @@ def main() -> None:
 
 def take_kernels() -> None:
     """Wrappers launch for tensors of the CPU what they would for a GPU's; the library's products are left out."""
-    linear._linear_reference = lambda x, weight, out: out
+    linear._library = lambda x, weight, out: out
     set_everywhere("enabled", lambda x, module="": True)
     set_everywhere("processors", lambda device: 132)
 

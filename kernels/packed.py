@@ -1,0 +1,127 @@
+"""Packed weight matrices, and activations packed for their products.
+
+    fp8     W = values * scale      values e4m3 [m, n], scale fp32 [m]: one for each output channel
+            x = values * scale      values e4m3 [T, n], scale fp32 [T]: the row's largest magnitude / 448
+
+A product of both sums e4m3 x e4m3 in fp32 and multiplies the sum by both scales.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from kernels.launch import check_contiguous, enabled, launch, next_power_of_2, trigger, wait
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+_LEAST_SCALE = 1e-12  # of a row of zeros
+Load = Literal["plain", "fp8"]
+
+
+class PackedMatrix(NamedTuple):
+    """W [m, n], or that of each expert [experts, m, n], as kernels load it. values [..., m, n]; scale fp32 [..., m], None where
+    `load` is plain."""
+
+    values: Tensor
+    scale: Tensor | None = None
+    load: Load = "plain"
+
+    @property
+    def rows(self) -> int:
+        """m."""
+        return self.values.shape[-2]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it holds."""
+        return [self.values] if self.scale is None else [self.values, self.scale]
+
+    def of_expert(self, expert: int) -> "PackedMatrix":
+        """One expert's matrix [m, n]."""
+        scale = None if self.scale is None else self.scale[expert]
+        return PackedMatrix(self.values[expert], scale, self.load)
+
+
+Matrix = Tensor | PackedMatrix
+
+
+class ScaledRows(NamedTuple):
+    """x [T, n] as values e4m3 [T, n] and scale fp32 [T]."""
+
+    values: Tensor
+    scale: Tensor
+
+
+def packed_matrix(matrix: Matrix) -> PackedMatrix:
+    """A plain tensor as a `PackedMatrix` too."""
+    return PackedMatrix(matrix) if isinstance(matrix, Tensor) else matrix
+
+
+def fp8_matrix(matrix: Tensor) -> PackedMatrix:
+    """[..., m, n] of any float dtype -> fp8 with a scale for each output channel."""
+    scale = (matrix.abs().amax(-1).float() / LARGEST).clamp_min(_LEAST_SCALE)
+    return PackedMatrix((matrix.float() / scale[..., None]).to(E4M3), scale, "fp8")
+
+
+def unpacked(matrix: PackedMatrix) -> Tensor:
+    """The matrix's values, fp32."""
+    values = matrix.values.float()
+    return values if matrix.scale is None else values * matrix.scale[..., None]
+
+
+def scaled_rows(x: Tensor) -> ScaledRows:
+    """x [T, n] -> each row in e4m3 with a scale of its own. A row that has NaN or infinity gives NaN."""
+    check_contiguous(x)
+    if not enabled(x):
+        scale = (x.float().abs().amax(1) / LARGEST).clamp_min(_LEAST_SCALE)
+        return ScaledRows((x.float() / scale[:, None]).to(E4M3), scale)
+    rows, n = x.shape
+    values, scale = x.new_empty((rows, n), dtype=E4M3), x.new_empty(rows, dtype=torch.float32)
+    block = next_power_of_2(n)
+    launch(_scale_rows, (rows,), x, values, scale, N=n, BLOCK=block, warps=4 if block <= 8192 else 8)
+    return ScaledRows(values, scale)
+
+
+def scaled_product(x: ScaledRows, weight: PackedMatrix, out: Tensor) -> Tensor:
+    """x [T, n] and an fp8 weight [m, n] -> `out` [T, m], by the library."""
+    assert weight.scale is not None
+    if out.is_cuda and out.dtype == torch.bfloat16 and len(out):
+        scales = x.scale[:, None], weight.scale[None]
+        return torch._scaled_mm(x.values, weight.values.t(), *scales, out_dtype=out.dtype, use_fast_accum=True, out=out)
+    sums = x.values.float() @ weight.values.float().t()
+    return out.copy_(sums * (x.scale[:, None] * weight.scale))
+
+
+@triton.jit
+def scaled(total, x_scale, scale, row, column, M: constexpr):
+    """Sums of a product of fp8 operands times the scales of their rows of x and of W [M, n]; sums of plain operands unchanged."""
+    if scale is not None:
+        total *= tl.load(x_scale + row) * tl.load(scale + tl.minimum(column, M - 1))
+    return total
+
+
+@triton.jit
+def scaled_tile(total, x_scale, scale, row, column, M: constexpr, SWAP: constexpr):
+    """`scaled` of a tile [rows, columns], with SWAP [columns, rows]."""
+    if SWAP:
+        total = scaled(total, x_scale, scale, row[None, :], column[:, None], M)
+    else:
+        total = scaled(total, x_scale, scale, row[:, None], column[None, :], M)
+    return total
+
+
+@triton.jit
+def _scale_rows(x, values, scale, N: constexpr, BLOCK: constexpr, PDL: constexpr):
+    trigger(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    wait(PDL)
+    own = tl.load(x + row * N + lane, lane < N, 0.0).to(tl.float32)
+    largest = tl.max(tl.abs(own), 0)
+    factor = tl.maximum(largest / 448.0, 1e-12)
+    tl.store(values + row * N + lane, (own / factor).to(values.dtype.element_ty), lane < N)
+    tl.store(scale + row, factor)
