@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, TypedDict
 
@@ -53,14 +54,19 @@ def model_vocabulary(folder: Path) -> int | None:
     return rows
 
 
-def quantisation(folder: Path) -> str | None:
-    """In what format the checkpoint is quantised, as in `modelopt, NVFP4`; None: it is not."""
-    config, modelopt = read_optional(folder / "config.json"), read_optional(folder / "hf_quant_config.json")
-    settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if settings is None:
-        settings = {"quant_method": "modelopt", **(modelopt.get("quantization") or {})} if modelopt else {}
-    names = filter(None, (settings.get("quant_method"), settings.get("quant_algo")))
-    return ", ".join(names) or ("an unnamed format" if settings else None)
+def tensor_names(folder: Path) -> Iterable[str]:
+    """Names of the folder's tensors, by its index or the header of its only shard; none where it has neither."""
+    shard = folder / "model.safetensors"
+    if index := read_index(folder):
+        return index
+    if not shard.is_file():
+        return ()
+    with shard.open("rb") as file:
+        try:
+            header: JsonObject = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        except (ValueError, MemoryError, OverflowError) as error:
+            raise CheckpointError(f"{shard} cannot be read: {error}") from error
+    return header
 
 
 class GenerationDefaults(TypedDict, total=False):

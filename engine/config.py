@@ -18,7 +18,8 @@ from engine.channel import MAX_RECORD
 from engine.errors import ConfigError
 from engine.geometry import PAGE_SIZE, DType, Geometry, KVGroup, Positive, kv_groups, read_geometry
 from engine.protocol import FrozenStruct
-from engine.weight_formats import FORMATS, weight_format
+from engine.quantisation import read_quantisation
+from engine.weight_formats import FORMATS
 
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
@@ -155,7 +156,7 @@ def engine_config(**settings: object) -> EngineConfig:
     except msgspec.ValidationError as error:
         raise ConfigError(f"engine settings: {error}") from error
     _check_model(config)
-    weight_format(Path(config.model), config.weights)
+    read_quantisation(Path(config.model), config.weights)
     return config
 
 

@@ -17,7 +17,7 @@ import msgspec
 from engine.checkpoint import read_json
 from engine.errors import CheckpointError
 from engine.protocol import JsonObject
-from engine.weight_formats import weight_format
+from engine.quantisation import read_quantisation
 
 T = TypeVar("T")
 Implemented = dict[str, tuple[Any, ...]]  # by key, the values that it may have
@@ -215,7 +215,7 @@ def read_geometry(folder: Path) -> Geometry:
     quantisation."""
     path = folder / "config.json"
     with naming(str(path)):
-        weight_format(folder)  # refuses a quantisation that no format reads
+        read_quantisation(folder)  # refuses a quantisation that no format reads
     return parse_config(read_json(path), str(path))
 
 

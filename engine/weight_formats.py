@@ -1,21 +1,18 @@
 """The formats that matrices may be stored in, by name: the tensors of each, in a checkpoint and on a rank. No torch.
 
 Each has an entry here, and a class that ranks import, of the kind of `engine.rank.weight.Weight`.
+`engine.quantisation` says which matrix of a checkpoint has which.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
-
-from engine.checkpoint import quantisation
-from engine.errors import CheckpointError
 
 
 class StoredTensor(NamedTuple):
     """One of the tensors that a matrix [..., m, n] is stored as.
 
     name    of the rank's parameter
-    suffix  behind the matrix's name in a checkpoint
+    suffix  after the matrix's name in a checkpoint
     block   rows and columns of the matrix that an element stands for; 0: all of them
     dtype   on the rank; None: the model's
     saved   dtypes that it may have in safetensors
@@ -36,23 +33,36 @@ class StoredTensor(NamedTuple):
 
 
 class WeightFormat(NamedTuple):
-    """weight: `module:class` of a matrix on a rank;  quantisation: of the checkpoints that it reads, as `quantisation` names it."""
+    """A format of matrices.
+
+    weight   `module:class` of a matrix on a rank
+    tensors  of a matrix, on a rank and, unless it is packed at load, in a checkpoint
+    schemes  of checkpoints that hold these tensors, as `engine.quantisation` names them
+    packer   `module:function` that makes the tensors of a plain matrix's rows; None: only checkpoints have them
+    at_load  the checkpoint holds the plain matrix, and the packer makes the tensors when it is loaded
+    """
 
     weight: str
     tensors: tuple[StoredTensor, ...]
-    quantisation: str | None
+    schemes: tuple[str, ...] = ()
+    packer: str | None = None
+    at_load: bool = False
+
+    @property
+    def saved(self) -> tuple[StoredTensor, ...]:
+        """The tensors of a matrix in a checkpoint."""
+        return PLAIN.tensors if self.at_load else self.tensors
 
 
-PLAIN = WeightFormat("engine.rank.weight:Weight", (StoredTensor("weight"),), None)
-FORMATS = {"plain": PLAIN}
-
-
-def weight_format(folder: Path, setting: str = "auto") -> WeightFormat:
-    """The format of that name, or the one that reads the folder's checkpoint. CheckpointError where it does not, or none does."""
-    scheme = quantisation(folder)
-    for name, weights in FORMATS.items():
-        if setting in ("auto", name) and weights.quantisation == scheme:
-            return weights
-    kind = f"quantised ({scheme})" if scheme else "not quantised"
-    loaded = "bf16, fp16 and fp32 weights" if setting in ("auto", "plain") else f"{setting} weights"
-    raise CheckpointError(f"{folder}: this checkpoint is {kind}; Quartet loads {loaded}")
+PLAIN = WeightFormat("engine.rank.weight:Weight", (StoredTensor("weight"),))
+FP8 = WeightFormat(
+    "engine.rank.fp8:Fp8Weight",
+    (
+        StoredTensor("values", dtype="float8_e4m3fn", saved=("F8_E4M3",), draw=lambda normal, _: (100 * normal).clamp(-448, 448)),
+        StoredTensor("scale", "_scale", (1, 0), "float32", draw=lambda normal, n: 0 * normal + 1 / (100 * n**0.5)),
+    ),
+    ("compressed-tensors, 8-bit float channel weights, 8-bit float token dynamic activations",
+     "modelopt, FP8_PER_CHANNEL_PER_TOKEN"),
+    packer="engine.rank.fp8:packed_rows",
+)  # fmt: skip
+FORMATS = {"plain": PLAIN, "fp8": FP8}

@@ -5,7 +5,7 @@ from pathlib import Path
 from deploy.settings import Settings
 from engine.config import EngineConfig
 from engine.geometry import read_geometry
-from engine.weight_formats import PLAIN, weight_format
+from engine.quantisation import UNQUANTISED, read_quantisation
 
 
 def check_drafter(settings: Settings) -> None:
@@ -40,7 +40,7 @@ def check_files(config: EngineConfig, template: Path | None) -> None:
         assistant = read_assistant(drafter, geometry, config.tp)
         loaded.append((drafter, assistant_weights.TENSORS, assistant))
     for checkpoint, tensors, shape in loaded if config.load_format == "safetensors" else ():
-        stored = weight_format(checkpoint)  # of the model alone: encoders and drafters are plain
-        weights = stored if tensors is gemma4_weights.TENSORS else PLAIN
+        of_model = tensors is gemma4_weights.TENSORS  # encoders and drafters are plain
+        weights = read_quantisation(checkpoint, config.weights) if of_model else UNQUANTISED
         checked_headers(checkpoint, pieces(tensors, shape, weights=weights), tensors, shape)
     TextProcessor.load(folder, template)

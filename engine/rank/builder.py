@@ -13,6 +13,7 @@ from engine.geometry import Geometry
 from engine.media_geometry import MediaGeometry, read_media
 from engine.memory import inbox_rows, kv_budget, sequence_rows
 from engine.protocol import MediaKind
+from engine.quantisation import UNQUANTISED, Quantisation, read_quantisation
 from engine.rank.attention import FailedChecks
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load, with_head
@@ -33,7 +34,6 @@ from engine.rank.runner import Runner
 from engine.rank.shard import Shard
 from engine.rank.start_checks import check_attention, check_inboxes, check_kernels, is_untried
 from engine.vision_geometry import VisionGeometry
-from engine.weight_formats import PLAIN, WeightFormat, weight_format
 
 _ENCODERS: Mapping[tuple[type[MediaGeometry], bool], Callable[..., MediaEncoder]] = {  # by geometry, and whether it is unified
     (VisionGeometry, False): Tower,
@@ -81,7 +81,7 @@ def load_rank(
         torch.set_num_threads(1)  # ranks share the cores; results must not depend on how many there are
     folder, dtype = Path(config.model), getattr(torch, config.dtype)
     geometry = architecture.read(folder)
-    weights = weight_format(folder, config.weights)
+    weights = read_quantisation(folder, config.weights)
     source = "empty" if device.type == "meta" else config.load_format
     if source == "safetensors":
         geometry = with_head(geometry, architecture.tensors, folder)
@@ -125,7 +125,7 @@ def _encoders(config: EngineConfig, model: Model, source: str) -> dict[MediaKind
 
 
 def _fill(
-    model: Shard, tensors: TensorTable, source: str, reading: Callable[[], None], weights: WeightFormat = PLAIN
+    model: Shard, tensors: TensorTable, source: str, reading: Callable[[], None], weights: Quantisation = UNQUANTISED
 ) -> None:
     """Fill a model: `reading` does from its checkpoint."""
     if source == "safetensors":

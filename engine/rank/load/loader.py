@@ -1,6 +1,7 @@
 """Fills a rank's shard from a checkpoint's safetensors: each tensor in blocks of rows straight into its parameter, converted to the
 parameter's dtype on the way. No rank ever holds more than its own shard and one block."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.geometry import Geometry
-from engine.rank.load.slices import Piece, allocate
+from engine.quantisation import UNQUANTISED, Quantisation
+from engine.rank.load.slices import Piece, Target, allocate
 from engine.rank.load.tensor_files import TensorHeader, by_file, checked_headers, headers, opened
 from engine.rank.load.tensor_table import HEAD, TensorTable
 from engine.rank.shard import Shard
-from engine.weight_formats import PLAIN, WeightFormat
 
 _BLOCK_BYTES = 16 << 20  # copied at once
 
@@ -39,7 +40,7 @@ def _are_equal(one: TensorHeader, two: TensorHeader) -> bool:
         return all(torch.equal(left[row : row + step], right[row : row + step]) for row in range(0, one.shape[0], step))
 
 
-def load(model: Shard, tensors: TensorTable, folder: Path, weights: WeightFormat = PLAIN) -> None:
+def load(model: Shard, tensors: TensorTable, folder: Path, weights: Quantisation = UNQUANTISED) -> None:
     """Copy this rank's slices of the checkpoint in `folder` into the model's parameters, whose dtype decides.
 
     Its geometry is `with_head`. Raises CheckpointError, which names the file, or every tensor that is missing, unexpected,
@@ -48,17 +49,37 @@ def load(model: Shard, tensors: TensorTable, folder: Path, weights: WeightFormat
     needed, parameters = allocate(model, tensors, weights)
     by_name = checked_headers(folder, needed, tensors, model.geometry)
     for name, header, file in by_file(by_name):
-        _copy(file, header, needed[name], parameters[needed[name].parameter])
+        piece = needed[name]
+        if piece.weights.at_load:
+            _pack(file, header, piece, parameters, model.device)
+        else:
+            _copy(file, header, piece.targets[0], piece.targets[0].of(parameters))
 
 
-def _copy(file: Any, header: TensorHeader, piece: Piece, parameter: Tensor) -> None:
+def _copy(file: Any, header: TensorHeader, target: Target, parameter: Tensor) -> None:
     """Copy blocks of rows of each cut. A sum shows NaN and infinity, without memory of the block's size."""
     source = file.get_slice(header.name)  # read where it is indexed
-    for cut in piece.cuts if piece.kept else ():
-        rows = cut.rows(piece.shape)
-        step = max(1, _BLOCK_BYTES * len(piece.cuts) * len(rows) // (4 * piece.kept))
+    for cut in target.cuts if target.kept else ():
+        rows = cut.rows(target.shape)
+        step = max(1, _BLOCK_BYTES * len(target.cuts) * len(rows) // (4 * target.kept))
         for first in range(rows.start, rows.stop, step):
             stop = min(first + step, rows.stop)
             block = cut.target(parameter, first, stop).copy_(source[cut.index(first, stop)])
-            if not block.sum(dtype=torch.float32).isfinite():
-                raise CheckpointError(f"{header.path}: {header.name} has NaN or infinity in rows {first} to {stop - 1}")
+            _check_finite(block.sum(dtype=torch.float32), header, first, stop)
+
+
+def _pack(file: Any, header: TensorHeader, piece: Piece, parameters: dict[str, Tensor], device: torch.device) -> None:
+    """Pack blocks of whole rows on `device`, so that a row's scale is the same however ranks cut it, and put this rank's part."""
+    source = file.get_slice(header.name)
+    rows = piece.targets[0].cuts[0].rows(piece.shape)
+    step = max(1, _BLOCK_BYTES * piece.shape[0] // (4 * math.prod(piece.shape)))
+    for first in range(rows.start, rows.stop, step):
+        stop = min(first + step, rows.stop)
+        block = source[first:stop].to(device)
+        _check_finite(block.sum(dtype=torch.float32), header, first, stop)
+        piece.put(parameters, first, block)
+
+
+def _check_finite(total: Tensor, header: TensorHeader, first: int, stop: int) -> None:
+    if not total.isfinite():
+        raise CheckpointError(f"{header.path}: {header.name} has NaN or infinity in rows {first} to {stop - 1}")

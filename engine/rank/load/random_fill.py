@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from engine.geometry import Geometry
+from engine.quantisation import UNQUANTISED, Quantisation
 from engine.rank.load.slices import Piece, allocate
 from engine.rank.load.tensor_table import TensorTable
 from engine.rank.shard import Shard
-from engine.weight_formats import PLAIN, WeightFormat
 
 _DRAW = 1 << 24  # values drawn at once
 
 
-def dummy(model: Shard, tensors: TensorTable, seed: int = 0, weights: WeightFormat = PLAIN) -> None:
+def dummy(model: Shard, tensors: TensorTable, seed: int = 0, weights: Quantisation = UNQUANTISED) -> None:
     """Fill the model with random weights: of one and the same full model at every rank and size on one kind of device.
 
     Each tensor is drawn whole, in blocks, each from its own seed, and a rank keeps its slice: drawing costs less than remembering.
@@ -25,11 +25,7 @@ def dummy(model: Shard, tensors: TensorTable, seed: int = 0, weights: WeightForm
     needed, parameters = allocate(model, tensors, weights)
     for piece in needed.values():
         for first, block in drawn(piece, model.geometry, seed, model.device):
-            for cut in piece.cuts:
-                rows = cut.rows(piece.shape)
-                start, stop = max(first, rows.start), min(first + len(block), rows.stop)
-                if start < stop:
-                    cut.target(parameters[piece.parameter], start, stop).copy_(block[cut.index(start - first, stop - first)])
+            piece.put(parameters, first, block)
 
 
 def drawn(piece: Piece, geometry: Geometry, seed: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:

@@ -1,11 +1,14 @@
 """What a rank keeps of each tensor of a checkpoint, and where it goes. No torch at import: shapes are asked for without it."""
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from engine.errors import CheckpointError
 from engine.geometry import Geometry, Layer, shard_kv_heads, shard_vocab
+from engine.quantisation import UNQUANTISED, Quantisation
 from engine.rank.load.tensor_table import Kind, Part, TensorTable
 from engine.weight_formats import PLAIN, StoredTensor, WeightFormat
 
@@ -44,49 +47,95 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A checkpoint tensor of a given model and what one rank keeps of it. fan_in: columns of its matrix."""
+class Target:
+    """A rank's tensor, and the cuts of a whole tensor of `shape` that fill it, or fill the part of one expert."""
 
-    name: str
-    shape: tuple[int, ...]
     parameter: str
+    shape: tuple[int, ...]
     cuts: tuple[Cut, ...]
-    kind: Kind
-    fan_in: int
-    tensor: StoredTensor
-    weights: WeightFormat
-
-    @property
-    def weight(self) -> str | None:
-        """The path of the `Weight` that it is a tensor of."""
-        return self.parameter.rpartition(".")[0] if self.kind in _WEIGHTS else None
+    expert: int | None = None
 
     @property
     def kept(self) -> int:
         """Elements that the rank keeps."""
         return sum(math.prod(self.shape) // self.shape[cut.dim] * (cut.stop - cut.start) for cut in self.cuts)
 
+    def of(self, parameters: "Mapping[str, Tensor]") -> "Tensor":
+        """The rank's tensor, or the expert's part of it."""
+        parameter = parameters[self.parameter]
+        return parameter if self.expert is None else parameter[self.expert]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A checkpoint tensor of a given model and what one rank keeps of it: as it is, or of a matrix that is packed at load the
+    tensors that its rows are packed into.
+
+    fan_in: columns of its matrix;  weight: path of the `Weight` that it is a tensor of
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    fan_in: int
+    tensor: StoredTensor
+    targets: tuple[Target, ...]
+    weight: str | None
+    weights: WeightFormat
+
+    def put(self, parameters: "Mapping[str, Tensor]", first: int, rows: "Tensor") -> None:
+        """Copy what this rank keeps of the tensor's rows from `first` on."""
+        packed = (rows,)
+        if self.weights.at_load:
+            packed = resolve_name(str(self.weights.packer))(rows)
+        for target, tensor in zip(self.targets, packed, strict=True):
+            for cut in target.cuts:
+                held = cut.rows(self.shape)
+                start, stop = max(first, held.start), min(first + len(rows), held.stop)
+                if start < stop:
+                    cut.target(target.of(parameters), start, stop).copy_(tensor[cut.index(start - first, stop - first)])
+
 
 def pieces(
-    tensors: TensorTable, geometry: Geometry, rank: int = 0, size: int = 1, weights: WeightFormat = PLAIN
+    tensors: TensorTable, geometry: Geometry, rank: int = 0, size: int = 1, weights: Quantisation = UNQUANTISED
 ) -> dict[str, Piece]:
     """Returns every tensor that the checkpoint must hold, by its published name, as `rank` of `size` cuts it. CheckpointError: it
     would cut a block of the format's."""
-    by_name = {}
+    by_name: dict[str, Piece] = {}
     for rule in tensors.rules:
-        held = weights if rule.kind == "matrix" else PLAIN
+        if rule.fused not in (None, weights.fused):
+            continue
         for layer in geometry.layers if "{i}" in rule.name else geometry.layers[:1]:
             axes = {"one": 1, **vars(geometry), **vars(layer), **tensors.sizes(geometry, layer)}
             names = rule.shape.split()
             if all(axes[axis] for axis in (*names, rule.present)):
                 shape = tuple(axes[axis] for axis in names)
                 cuts = _cuts(rule.part, shape, geometry, layer, rank, size)
-                for tensor in held.tensors:
-                    name = tensors.published_name(rule.name.format(i=layer.index), geometry) + tensor.suffix
-                    parameter = rule.parameter.format(i=layer.index) + (f".{tensor.name}" if rule.kind in _WEIGHTS else "")
-                    kept = tuple(_of_blocks(cut, tensor, shape, name) for cut in cuts)
-                    by_name[name] = Piece(name, tensor.shape(shape), parameter, kept, rule.kind, shape[-1], tensor, held)
+                for expert in range(axes["experts"]) if "{e}" in rule.name else (None,):
+                    name = tensors.published_name(rule.name.format(i=layer.index, e=expert), geometry)
+                    path = rule.parameter.format(i=layer.index)
+                    held = weights.format_of(name.removesuffix(".weight")) if rule.kind == "matrix" else PLAIN
+                    by_name.update((piece.name, piece) for piece in _stored(name, path, rule.kind, shape, cuts, held, expert))
     return by_name
+
+
+def _stored(
+    name: str, path: str, kind: Kind, shape: tuple[int, ...], cuts: tuple[Cut, ...], held: WeightFormat, expert: int | None
+) -> Iterator[Piece]:
+    """The checkpoint's tensors of one matrix or vector."""
+    weight = path if kind in _WEIGHTS else None
+    targets = [
+        Target(
+            path if weight is None else f"{path}.{tensor.name}",
+            tensor.shape(shape),
+            tuple(_of_blocks(cut, tensor, shape, name + tensor.suffix) for cut in cuts),
+            expert,
+        )
+        for tensor in held.tensors
+    ]
+    for index, tensor in enumerate(held.saved):
+        filled = tuple(targets if held.at_load else targets[index : index + 1])
+        yield Piece(name + tensor.suffix, tensor.shape(shape), kind, shape[-1], tensor, filled, weight, held)
 
 
 def elements(tensors: TensorTable, geometry: Geometry) -> int:
@@ -125,7 +174,9 @@ def _cuts(part: Part, shape: tuple[int, ...], geometry: Geometry, layer: Layer, 
     return (Cut(dim, rank * share, (rank + 1) * share, share if part == "up" else 0),)
 
 
-def allocate(model: "Shard", tensors: TensorTable, weights: WeightFormat = PLAIN) -> "tuple[dict[str, Piece], dict[str, Tensor]]":
+def allocate(
+    model: "Shard", tensors: TensorTable, weights: Quantisation = UNQUANTISED
+) -> "tuple[dict[str, Piece], dict[str, Tensor]]":
     """Give the model's weights their tensors; returns the pieces that fill them, and its parameters by name. Every element of each
     is filled by exactly one piece, but for what lies behind a vocabulary's end, which is zero."""
     needed = pieces(tensors, model.geometry, model.parallel.rank, model.parallel.size, weights)
@@ -136,10 +187,11 @@ def allocate(model: "Shard", tensors: TensorTable, weights: WeightFormat = PLAIN
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     filled = dict.fromkeys(parameters, 0)
     for piece in needed.values():
-        filled[piece.parameter] += piece.kept
-        if piece.kind in ("embedding", "ple_table"):
-            rest = parameters[piece.parameter][piece.kept // piece.shape[1] :]
-            filled[piece.parameter] += rest.zero_().numel()
+        for target in piece.targets:
+            filled[target.parameter] += target.kept
+            if piece.kind in ("embedding", "ple_table"):
+                rest = parameters[target.parameter][target.kept // piece.shape[1] :]
+                filled[target.parameter] += rest.zero_().numel()
     wrong = [name for name, parameter in parameters.items() if filled[name] != parameter.numel()]
     assert not wrong, f"the table does not fill {wrong}"
     return needed, parameters

@@ -17,11 +17,13 @@ Kind = Literal["matrix", "embedding", "ple_table", "unpacked", "norm", "head_nor
 
 @dataclass(frozen=True)
 class Rule:
-    """A checkpoint tensor (its name behind the model's prefix, which the head's has not; {i} is the layer) and where it goes.
+    """A checkpoint tensor (its name behind the model's prefix, which the head's has not; {i} is the layer, {e} the
+    expert) and where it goes.
 
     shape: names of axes, apart by blanks; part: the rank's share of it and its place in a merged parameter, see `slices`; kind: how
     a random one is drawn, see `random_fill`. The parameter of a matrix, which may be packed unless it says otherwise, and of a
-    table is a `Weight`. A model or layer where an axis has size 0 is without it: one of its shape, or `present`.
+    table is a `Weight`. A model or layer where an axis has size 0 is without it: one of its shape, or `present`. fused: it is there
+    where the experts of a layer are one tensor (True), or one each (False); None: in both.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Rule:
     part: Part = "whole"
     kind: Kind = "matrix"
     present: str = "one"
+    fused: bool | None = None
 
 
 def norm_rule(name: str, parameter: str, size: str = "hidden", present: str = "one") -> Rule:

@@ -14,6 +14,7 @@ from deploy.cli.model_files import check_files
 from deploy.cli.sizing import weight_bytes_and_count
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import read_geometry
+from engine.quantisation import Quantisation, read_quantisation
 from engine.rank.builder import load_rank
 from engine.rank.load.loader import load
 from engine.rank.load.slices import pieces
@@ -21,7 +22,7 @@ from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Parallel, Single
 from engine.rank.weight import Weight
-from engine.weight_formats import FORMATS, PLAIN, StoredTensor, WeightFormat, weight_format
+from engine.weight_formats import FORMATS, PLAIN, StoredTensor, WeightFormat
 from kernels.activation import geglu
 from kernels.linear import NONE, Epilogue
 from tests.conftest import Nano
@@ -61,7 +62,7 @@ INT8 = WeightFormat(
         StoredTensor("values", dtype="int8", saved=("I8",), draw=lambda normal, _: (30 * normal).round().clamp(-127, 127)),
         StoredTensor("scale", "_scale", (1, 0), "float32", ("F32",), draw=lambda normal, n: 0 * normal + 1 / (30 * n**0.5)),
     ),
-    "int8-rows",
+    ("int8-rows",),
 )
 
 
@@ -95,7 +96,7 @@ def logits(folder: Path, parallel: Parallel) -> Tensor:
     """[LENGTH, vocab] of a few ids, prefilled whole."""
     geometry = read_geometry(folder)
     model = Gemma4(geometry, parallel, torch.float32, CPU)
-    load(model, TENSORS, folder, weights=weight_format(folder))
+    load(model, TENSORS, folder, weights=read_quantisation(folder))
     ids = torch.randint(3, geometry.vocab, (LENGTH,), generator=torch.Generator().manual_seed(1))
     steps = script(geometry, ((LENGTH, 0),), 40, 1, whole=True)
     return torch.stack(list(run_steps(model, caches(geometry, parallel.size, 1, LENGTH, 40), steps, [ids]).values()))
@@ -137,7 +138,7 @@ def test_a_rank_of_it(nano: Nano, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"quantised \(int8-rows\); Quartet loads bf16"):
         config_of(packed, 1, weights="plain")
     with pytest.raises(CheckpointError, match="not quantised; Quartet loads int8_rows weights"):
-        weight_format(nano("26b-a4b"), "int8_rows")
+        read_quantisation(nano("26b-a4b"), "int8_rows")
     with pytest.raises(ConfigError, match="weights"):
         config_of(packed, 1, weights="int3")
 
@@ -161,6 +162,6 @@ def test_what_is_wrong_is_named(nano: Nano, tmp_path: Path) -> None:
     save_file(tensors, packed / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"{down}_scale is missing; {down} has dtype F32, not one of I8"):
         logits(packed, Single())
-    blocks = WeightFormat(PLAIN.weight, (StoredTensor("weight", block=(1, 128)),), None)
+    blocks = Quantisation(((("Linear",), WeightFormat(PLAIN.weight, (StoredTensor("weight", block=(1, 128)),))),))
     with pytest.raises(CheckpointError, match=r"down_proj.weight: blocks of 128 cannot be cut at 0 and 96 of 192"):
         pieces(TENSORS, read_geometry(nano("31b")), 0, 2, blocks)

@@ -385,7 +385,7 @@ MEASURE = textwrap.dedent("""
     torch.set_num_threads(1)
     if sys.argv[4] == "greedy":
         copy, state = loader._copy, []
-        loader._copy = lambda source, *rest: copy(state.append(source[:].clone()) or state[-1], *rest)
+        loader._copy = lambda file, header, *rest: (state.append(file.get_tensor(header.name).clone()), copy(file, header, *rest))
     folder = Path(sys.argv[1])
     geometry = read_geometry(folder)
     done, before = False, anon()
