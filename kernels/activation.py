@@ -13,6 +13,7 @@ from triton.language import constexpr
 
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.numerics import cast
+from kernels.packed import ScaledRows, scale_warps, store_scaled
 
 
 def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -33,10 +34,31 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return out
 
 
+def geglu_rows(gate_up: Tensor) -> ScaledRows:
+    """`scaled_rows(geglu(gate_up))`, gate_up [T, 2 n], in one launch."""
+    check_contiguous(gate_up)
+    rows, n = len(gate_up), gate_up.shape[1] // 2
+    out, block = ScaledRows.empty(gate_up[:, :n]), next_power_of_2(n)
+    launch(_gelu_mul_rows, (rows,), gate_up, out.values, out.scale, N=n, BLOCK=block, warps=scale_warps(block))
+    return out
+
+
 @triton.jit
 def gelu(x):
     """gelu_tanh of fp32: tanh(y) = 2 sigmoid(2 y) - 1, so x/2 (1 + tanh y) = x sigmoid(2 y)."""
     return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def _gelu_mul_rows(gate_up, values, scale, N: constexpr, BLOCK: constexpr, PDL: constexpr):
+    trigger(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    wait(PDL)
+    left = tl.load(gate_up + row * (2 * N) + lane, lane < N, 0.0).to(tl.float32)
+    right = tl.load(gate_up + row * (2 * N) + N + lane, lane < N, 0.0).to(tl.float32)
+    product = cast(gelu(left) * right, gate_up.dtype.element_ty).to(tl.float32)
+    store_scaled(product, values, scale, row, N, BLOCK)
 
 
 @triton.jit

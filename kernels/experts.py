@@ -29,7 +29,7 @@ from kernels.activation import gelu
 from kernels.launch import PendingTensor, cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
 from kernels.linear import GEGLU, linear
 from kernels.numerics import add_product, cast
-from kernels.packed import Matrix, PackedMatrix, packed_matrix, scaled_rows, scaled_tile
+from kernels.packed import Matrix, PackedMatrix, operands, packed_matrix, scaled_tile
 from kernels.tiles import Tile, fit
 
 _GROUP_BLOCK = 4096
@@ -104,7 +104,7 @@ def _launch_grouped(
     """out [assignments, m], sorted by expert. With `top_k` above 1, x are tokens' rows, else sorted rows. tiles: as `_sorted`; of
     a single token its experts, int32 [top_k]."""
     m = out.shape[1]
-    values, x_scale = (x, None) if weight.scale is None else scaled_rows(x)
+    values, x_scale = operands(x, weight)
     launch(
         _grouped, (cdiv(m, tile.bn), len(tiles)), values, x_scale, weight.values, weight.scale, order, tiles, out,
         M=m, K=x.shape[1], TOP=top_k, GATED=weight.rows > m, SINGLE=tiles.ndim == 1, SWAP=tile.swap, BM=tile.rows, BN=tile.bn,

@@ -34,6 +34,7 @@ from triton.language import constexpr
 
 from kernels.launch import INTERPRET, enabled, launch, next_power_of_2, now, trigger, wait
 from kernels.norm import norm_add, rms_norm
+from kernels.packed import Activations, ScaledRows, store_scaled
 
 BUFFERS = 5
 WAIT_S = 10.0  # for a peer's part, until `AllReduceInbox.wait_at_most` says otherwise
@@ -44,11 +45,13 @@ _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inb
 
 
 class Norms(NamedTuple):
-    """Weights [n] of a fused norm: `post`, of two parts behind one each (`halves`); `next_norm`: the next pre-norm, None: no x."""
+    """Weights [n] of a fused norm: `post`, of two parts behind one each (`halves`); `next_norm`: the next pre-norm, None: no x.
+    packs: x may come as `ScaledRows`, for a product of packed operands."""
 
     post: Tensor | None
     next_norm: Tensor | None
     halves: tuple[Tensor, Tensor] | None = None
+    packs: bool = False
 
 
 class Inbox:
@@ -129,7 +132,7 @@ def fused_allreduce_norm(
     scalar: Tensor | None = None,
     scale: float = 1.0,
     peers: AllReduceInbox | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Activations | None]:
     """part [T, n], or [T, 2 n] for two parts side by side -> (h [T, n], x [T, n] or None), in part's dtype.
 
     part is this rank's with `peers`, else the whole sum; an `InboxPart` has its own, a residual and one branch. Without `peers` it
@@ -160,7 +163,9 @@ def fused_allreduce_norm(
         if part.shape[-2] >= peers.sharded_rows and not norms.halves:
             stages = _SHARDED
     h = torch.empty_like(part if residual is None else residual)
-    x = None if norms.next_norm is None and stages is not _SHARDED else torch.empty_like(h)
+    x: Activations | None = None
+    if norms.next_norm is not None or stages is _SHARDED:
+        x = ScaledRows.empty(h) if norms.packs and stages is not _SHARDED else torch.empty_like(h)
     _launch(part, residual, norms, eps, scalar, scale, peers, h, x, buffer, stages)
     return h, x
 
@@ -174,7 +179,7 @@ def _launch(
     scale: float,
     peers: AllReduceInbox | None,
     h: Tensor,
-    x: Tensor | None,
+    x: Activations | None,
     buffer: int,
     stages: tuple[bool, ...] = _ONE_SHOT,
 ) -> None:
@@ -184,11 +189,13 @@ def _launch(
     size, inbox_rows, width = (1, 0, 0) if peers is None else (peers.size, peers.rows, peers.width)
     group = (None, None, None, 0) if peers is None else (peers.pointers, peers.inbox, peers.errors, peers.rank)
     halves: tuple[Tensor | None, ...] = norms.halves or (None, None)
+    outs: tuple[Tensor | None, ...] = (x.values, x.scale) if isinstance(x, ScaledRows) else (x, None)
     kernel, own = _allreduce_norm, {"RECEIVE": stages[1], "PARTS": part.shape[0] if part.ndim == 3 else 1}
     if len(stages) == len(_SHARDED):
         kernel, own, halves = _allreduce_norm_sharded, {"NORM": stages[1], "RECEIVE": stages[2]}, ()
+        outs = outs[:1]
     launch(
-        kernel, (rows,), part, residual, norms.post, *halves, norms.next_norm, scalar, h, x, *group, buffer, eps, scale,
+        kernel, (rows,), part, residual, norms.post, *halves, norms.next_norm, scalar, h, *outs, *group, buffer, eps, scale,
         N=n, SIZE=size, ROWS=inbox_rows, WIDTH=width, EMPTY=_EMPTY_WORD[h.dtype], SEND=stages[0], **own,
         warps=row_warps(n, h.dtype), BLOCK=next_power_of_2(n),
     )  # fmt: skip
@@ -318,7 +325,8 @@ def _sum(parts, COUNT: constexpr, dtype: constexpr):
 
 @triton.jit(do_not_specialize=["rank", "buffer"])
 def _allreduce_norm(
-    part, residual, post, post_a, post_b, next_norm, scalar, h_out, x_out, pointers, inbox, errors, rank, buffer, eps, scale,
+    part, residual, post, post_a, post_b, next_norm, scalar, h_out, x_out, x_scale, pointers, inbox, errors, rank, buffer,
+    eps, scale,
     N: constexpr, SIZE: constexpr, ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, SEND: constexpr, RECEIVE: constexpr,
     PARTS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
@@ -367,7 +375,11 @@ def _allreduce_norm(
         h = hidden(total, post_weight, before, factor, scale, N, eps, dtype)
         tl.store(h_out + row * N + lane, h.to(dtype), live)
         if next_norm is not None:
-            tl.store(x_out + row * N + lane, normed(h, next_weight, N, eps, dtype).to(dtype), live)
+            x = normed(h, next_weight, N, eps, dtype)
+            if x_scale is None:
+                tl.store(x_out + row * N + lane, x.to(dtype), live)
+            else:
+                store_scaled(x, x_out, x_scale, row, N, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rank", "buffer"])

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -64,6 +64,19 @@ now = time.monotonic_ns if INTERPRET else _now  # in a kernel: nanoseconds of a 
 _SHARED = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448}
 
 
+class OnDevice(Protocol):
+    """A tensor, or what holds tensors of one device."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def is_cuda(self) -> bool: ...
+
+    @property
+    def is_meta(self) -> bool: ...
+
+
 @dataclass
 class _Launcher:
     """What this process has launched: Triton's compiled kernels by id."""
@@ -82,7 +95,7 @@ _second_stream = cache(torch.cuda.Stream)  # of a device, by its priority
 PendingTensor = Callable[[], Tensor]  # makes the current stream wait for it, and gives it
 
 
-def enabled(x: Tensor) -> bool:
+def enabled(x: OnDevice) -> bool:
     """Whether Triton kernels take `x`, outside `plain_torch`: it is on a GPU, the interpreter is on, or launches are only listed
     and it is on meta."""
     return not _launcher.plain and (x.is_cuda or INTERPRET.value or (x.is_meta and _launcher.target is not None))
@@ -104,7 +117,7 @@ def check_contiguous(*tensors: Tensor | None) -> None:
         assert x is None or x.is_contiguous(), (x.shape, x.stride())
 
 
-def shared_memory(x: Tensor) -> int:
+def shared_memory(x: OnDevice) -> int:
     """Bytes of shared memory that a block may have on `x`'s GPU, or on the recorder's target; an H200's under the interpreter."""
     target = _device_capability(x.device.index) if x.is_cuda else _launcher.target or (9, 0)
     return _SHARED.get(target, 101376)
@@ -135,7 +148,7 @@ def compiler_options(choices: dict[str, Any]) -> dict[str, Any]:
     return {**options, "launch_pdl": choices.get("PDL", False), "enable_fp_fusion": True}
 
 
-def beside(run: Callable[[], Tensor], x: Tensor) -> PendingTensor:
+def beside(run: Callable[[], Tensor], x: OnDevice) -> PendingTensor:
     """Runs `run`, which reads `x`, on a second stream of x's GPU, with the current one's priority, behind all that it has
     launched; on a CPU here and now. Returns its result, to be called before `x` is freed."""
     if not x.is_cuda:

@@ -20,11 +20,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.activation import geglu, gelu
+from kernels.activation import geglu, geglu_rows, gelu
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import add_product, cast, prefetch
-from kernels.packed import Matrix, PackedMatrix, packed_matrix, scaled, scaled_product, scaled_rows, scaled_tile
+from kernels.packed import (
+    Activations,
+    Matrix,
+    PackedMatrix,
+    operands,
+    packed_matrix,
+    scaled,
+    scaled_product,
+    scaled_rows,
+    scaled_tile,
+)
 from kernels.tiles import GemmShape, Tile, choose
 
 
@@ -48,7 +58,7 @@ def gelu_times(up: Tensor) -> Epilogue:
     return Epilogue(up=up)
 
 
-def linear(x: Tensor, weight: Matrix, epilogue: Epilogue = NONE, out: Tensor | None = None) -> Tensor:
+def linear(x: Activations, weight: Matrix, epilogue: Epilogue = NONE, out: Tensor | None = None) -> Tensor:
     """x [T, n], weight [m, n] -> [T, m] in the epilogue's dtype, or in `out`; gated: weight [2 m, n].
 
     Up to 64 rows on a GPU a gated product stays fp32 until the one cast; elsewhere it is rounded to x's dtype before the gate."""
@@ -63,7 +73,14 @@ def linear(x: Tensor, weight: Matrix, epilogue: Epilogue = NONE, out: Tensor | N
     return _library(x, packed, _out(x, packed, epilogue) if out is None else out)
 
 
-def linear_send(x: Tensor, weight: Matrix, peers: AllReduceInbox) -> InboxPart | None:
+def linear_gated(x: Activations, weight: Matrix, *, packs: bool) -> Activations:
+    """`linear` with GEGLU. packs: of many rows the result comes as `ScaledRows`, for a product of packed operands."""
+    if packs and enabled(x) and _tile(x, packed_matrix(weight), gated=True) is None:
+        return geglu_rows(linear(x, weight))
+    return linear(x, weight, GEGLU)
+
+
+def linear_send(x: Activations, weight: Matrix, peers: AllReduceInbox) -> InboxPart | None:
     """x [T, n], weight [m, n]: this rank's part of a sum over ranks, written to every rank's inbox by the product's own kernel, for
     the next fused norm. None, and nothing done, for more rows than pay, or where the library computes the product."""
     packed = packed_matrix(weight)
@@ -76,7 +93,7 @@ def linear_send(x: Tensor, weight: Matrix, peers: AllReduceInbox) -> InboxPart |
     return sent
 
 
-def linear_parts(x: Tensor, weight: Matrix) -> Tensor:
+def linear_parts(x: Activations, weight: Matrix) -> Tensor:
     """x [T, n], weight [m, n] -> [T, m] in x's dtype; or, where so few outputs would leave processors idle, fp32 [parts, T, m],
     each part summed over its share of the inner dimension, for `kernels.fused_allreduce_norm` to add."""
     packed = packed_matrix(weight)
@@ -86,32 +103,33 @@ def linear_parts(x: Tensor, weight: Matrix) -> Tensor:
     return _run(tile, x, packed, x.new_empty(tile.splits, len(x), packed.rows, dtype=torch.float32))
 
 
-def _out(x: Tensor, weight: PackedMatrix, epilogue: Epilogue) -> Tensor:
+def _out(x: Activations, weight: PackedMatrix, epilogue: Epilogue) -> Tensor:
     return x.new_empty(len(x), weight.rows // (1 + epilogue.gated), dtype=epilogue.dtype)
 
 
-def _library(x: Tensor, weight: PackedMatrix, out: Tensor) -> Tensor:
+def _library(x: Activations, weight: PackedMatrix, out: Tensor) -> Tensor:
     if weight.scale is not None:
         return scaled_product(scaled_rows(x), weight, out)
+    assert isinstance(x, Tensor)
     if x.is_cuda and out.dtype != x.dtype:
         return torch.mm(x, weight.values.t(), out_dtype=out.dtype, out=out)
     return torch.mm(x.to(out.dtype), weight.values.to(out.dtype).t(), out=out)
 
 
-def _tile(x: Tensor, weight: PackedMatrix, *, gated: bool = False, parts: bool = False) -> Tile | None:
+def _tile(x: Activations, weight: PackedMatrix, *, gated: bool = False, parts: bool = False) -> Tile | None:
     """The product's tile (`choose`); None: the library computes it. AssertionError unless shapes, dtypes and contiguity are as the
     kernels take them for granted."""
     rows, n = x.shape
     assert n == weight.values.shape[1], (x.shape, weight.values.shape)
     assert weight.load != "plain" or x.dtype == weight.values.dtype, (x.dtype, weight.values.dtype)
-    check_contiguous(x, *weight.tensors)
+    check_contiguous(x if isinstance(x, Tensor) else x.values, *weight.tensors)
     if rows == 0 or not enabled(x) or not (x.dtype == torch.bfloat16 or INTERPRET):
         return None
     return choose(rows, GemmShape(weight.rows // (1 + gated), n, gated), shared_memory(x), parts=parts, load=weight.load)
 
 
 def _run(
-    tile: Tile, x: Tensor, weight: PackedMatrix, out: Tensor, epilogue: Epilogue = NONE, sent: InboxPart | None = None
+    tile: Tile, x: Activations, weight: PackedMatrix, out: Tensor, epilogue: Epilogue = NONE, sent: InboxPart | None = None
 ) -> Tensor:
     """Starts `tile`'s kernel. sent: it writes to that buffer of the inboxes, and `out` is this rank's own."""
     up, k = epilogue.up, x.shape[1]
@@ -123,7 +141,7 @@ def _run(
         pointers, rank = peers.pointers, peers.rank
         inboxes = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": peers.nothing}
     blocks, columns = cdiv(len(x), tile.rows), cdiv(m, tile.bn)
-    values, x_scale = (x, None) if weight.scale is None else scaled_rows(x)
+    values, x_scale = operands(x, weight)
     args = values, x_scale, weight.values, weight.scale, up, out, pointers, rank, buffer
     constexprs = {
         "M": m, "K": k, "ROWS": tile.rows, "BN": tile.bn, "BK": tile.bk, "warps": tile.warps, "stages": tile.stages,

@@ -6,6 +6,7 @@
 A product of both sums e4m3 x e4m3 in fp32 and multiplies the sum by both scales.
 """
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -49,11 +50,44 @@ class PackedMatrix(NamedTuple):
 Matrix = Tensor | PackedMatrix
 
 
-class ScaledRows(NamedTuple):
-    """x [T, n] as values e4m3 [T, n] and scale fp32 [T]."""
+@dataclass(frozen=True)
+class ScaledRows:
+    """x [T, n] as values e4m3 [T, n] and scale fp32 [T]; dtype: of the rows before."""
 
     values: Tensor
     scale: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def empty(cls, x: Tensor) -> "ScaledRows":
+        """Rows of x's shape, to be written."""
+        return cls(x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), dtype=torch.float32), x.dtype)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.values.is_cuda
+
+    @property
+    def is_meta(self) -> bool:
+        return self.values.is_meta
+
+    def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor on the rows' device, by default of their dtype."""
+        return self.values.new_empty(shape, dtype=dtype or self.dtype)
+
+
+Activations = Tensor | ScaledRows
 
 
 def packed_matrix(matrix: Matrix) -> PackedMatrix:
@@ -73,17 +107,31 @@ def unpacked(matrix: PackedMatrix) -> Tensor:
     return values if matrix.scale is None else values * matrix.scale[..., None]
 
 
-def scaled_rows(x: Tensor) -> ScaledRows:
+def scaled_rows(x: Activations) -> ScaledRows:
     """x [T, n] -> each row in e4m3 with a scale of its own. A row that has NaN or infinity gives NaN."""
+    if isinstance(x, ScaledRows):
+        return x
     check_contiguous(x)
     if not enabled(x):
         scale = (x.float().abs().amax(1) / LARGEST).clamp_min(_LEAST_SCALE)
-        return ScaledRows((x.float() / scale[:, None]).to(E4M3), scale)
-    rows, n = x.shape
-    values, scale = x.new_empty((rows, n), dtype=E4M3), x.new_empty(rows, dtype=torch.float32)
-    block = next_power_of_2(n)
-    launch(_scale_rows, (rows,), x, values, scale, N=n, BLOCK=block, warps=4 if block <= 8192 else 8)
-    return ScaledRows(values, scale)
+        return ScaledRows((x.float() / scale[:, None]).to(E4M3), scale, x.dtype)
+    out, block = ScaledRows.empty(x), next_power_of_2(x.shape[1])
+    launch(_scale_rows, (len(x),), x, out.values, out.scale, N=x.shape[1], BLOCK=block, warps=scale_warps(block))
+    return out
+
+
+def operands(x: Activations, weight: PackedMatrix) -> tuple[Tensor, Tensor | None]:
+    """x as a kernel reads it for a product with `weight`: values, and scale for a packed weight."""
+    if weight.scale is None:
+        assert isinstance(x, Tensor), "only products of packed weights read packed rows"
+        return x, None
+    rows = scaled_rows(x)
+    return rows.values, rows.scale
+
+
+def scale_warps(block: int) -> int:
+    """Warps of a program that scales a row of up to `block` numbers. More would wait for room beside the product before it."""
+    return 4 if block <= 8192 else 8
 
 
 def scaled_product(x: ScaledRows, weight: PackedMatrix, out: Tensor) -> Tensor:
@@ -115,13 +163,18 @@ def scaled_tile(total, x_scale, scale, row, column, M: constexpr, SWAP: constexp
 
 
 @triton.jit
+def store_scaled(x, values, scale, row, N: constexpr, BLOCK: constexpr):
+    """Writes row x [BLOCK], fp32 with zeros from N on, to row `row` of values [T, N] and scale [T]."""
+    lane = tl.arange(0, BLOCK)
+    factor = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1e-12)
+    tl.store(values + row * N + lane, (x / factor).to(values.dtype.element_ty), lane < N)
+    tl.store(scale + row, factor)
+
+
+@triton.jit
 def _scale_rows(x, values, scale, N: constexpr, BLOCK: constexpr, PDL: constexpr):
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     wait(PDL)
-    own = tl.load(x + row * N + lane, lane < N, 0.0).to(tl.float32)
-    largest = tl.max(tl.abs(own), 0)
-    factor = tl.maximum(largest / 448.0, 1e-12)
-    tl.store(values + row * N + lane, (own / factor).to(values.dtype.element_ty), lane < N)
-    tl.store(scale + row, factor)
+    store_scaled(tl.load(x + row * N + lane, lane < N, 0.0).to(tl.float32), values, scale, row, N, BLOCK)

@@ -85,7 +85,8 @@ TABLE: _Table = {
 }
 _FP8_TABLE: _Table = {
     GemmShape(5376, 8192): _tiles((4, 4), (64, 6), (64, 6), (64, 6), bk=(1024, 256)),
-    GemmShape(21504, 5376, gated=True): _tiles((2, 4), (64, 4), (64, 4), (64, 4), bk=(1024, 256)),
+    GemmShape(5376, 21504): _tiles((4, 4), (64, 6), (64, 6), (64, 6), bk=(2048, 256)),
+    GemmShape(21504, 5376, gated=True): _tiles((2, 3), (64, 4), (64, 4), (64, 4), bk=(2048, 256)),
 }
 TABLES: dict[Load, _Table] = {"plain": TABLE, "fp8": _FP8_TABLE}
 _BYTES: dict[Load, int] = {"plain": 2, "fp8": 1}  # of a number in shared memory

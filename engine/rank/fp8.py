@@ -11,6 +11,7 @@ class Fp8Weight(Weight):
 
     values: Tensor
     scale: Tensor
+    packs_rows = True
 
     @property
     def matrix(self) -> PackedMatrix:

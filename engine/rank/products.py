@@ -16,12 +16,13 @@ from torch import Tensor
 from engine.rank.parallel import Parallel
 from engine.rank.weight import Weight
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, Norms, fused_allreduce_norm
-from kernels.linear import NONE, Epilogue
+from kernels.linear import GEGLU
+from kernels.packed import Activations, ScaledRows
 from kernels.sequence_parallel import GatheredRows, Pieces, SequenceParallel
 
 Peers = AllReduceInbox | SequenceParallel | None
 Part = Tensor | InboxPart | Pieces
-Rows = Tensor | GatheredRows
+Rows = Activations | GatheredRows
 
 
 class Exchange:
@@ -32,14 +33,19 @@ class Exchange:
         self.parallel = parallel
         self._eps = eps
 
-    def column_parallel(self, weight: Weight, x: Rows, epilogue: Epilogue = NONE) -> Tensor | Pieces:
-        """x [T, n] -> x W^T [T, m] with its epilogue."""
-        assert isinstance(x, Tensor)
-        return weight.product(x, epilogue)
+    def column_parallel(self, weight: Weight, x: Rows) -> Tensor:
+        """x [T, n] -> x W^T [T, m]."""
+        assert isinstance(x, Activations)
+        return weight.product(x)
 
-    def row_parallel(self, weight: Weight, x: Tensor | Pieces) -> Part:
+    def gated(self, weight: Weight, x: Rows, down: Weight) -> Activations | Pieces:
+        """x [T, n] -> gelu_tanh(x G^T) * x U^T [T, m] for a row-parallel product with `down`; W = [G; U]."""
+        assert isinstance(x, Activations)
+        return weight.gated(x, down)
+
+    def row_parallel(self, weight: Weight, x: Activations | Pieces) -> Part:
         """x [T, n] -> this rank's part of x W^T [T, m]."""
-        assert isinstance(x, Tensor)
+        assert isinstance(x, Activations)
         return weight.parts(x) if self.parallel.size == 1 else weight.product(x)
 
     def sum_norm(
@@ -51,7 +57,7 @@ class Exchange:
 
     def norm(
         self, whole: Tensor, residual: Tensor | None, norms: Norms, scalar: Tensor | None = None, scale: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Activations]:
         """`sum_norm` of a tensor that every rank has whole."""
         return _h_and_x(*fused_allreduce_norm(whole, residual, norms, self._eps, scalar, scale))
 
@@ -72,8 +78,8 @@ class InboxExchange(Exchange):
         super().__init__(parallel, eps)
         self._inbox = inbox.begin()
 
-    def row_parallel(self, weight: Weight, x: Tensor | Pieces) -> Part:
-        assert isinstance(x, Tensor)
+    def row_parallel(self, weight: Weight, x: Activations | Pieces) -> Part:
+        assert isinstance(x, Activations)
         sent = weight.send(x, self._inbox)
         return weight.product(x) if sent is None else sent
 
@@ -91,17 +97,20 @@ class OwnRows(Exchange):
         super().__init__(parallel, eps)
         self._sequence = sequence
 
-    def column_parallel(self, weight: Weight, x: Rows, epilogue: Epilogue = NONE) -> Tensor | Pieces:
-        if isinstance(x, Tensor):
-            return weight.product(x, epilogue)
-        if epilogue is not NONE:  # what follows reads pieces
-            return (weight.product(piece, epilogue) for piece in x.pieces())
+    def column_parallel(self, weight: Weight, x: Rows) -> Tensor:
+        if isinstance(x, Activations):
+            return weight.product(x)
         out = x.rows.new_empty(len(x.rows), weight.shape[0])
         for to, piece in zip(self._sequence.cut(out), x.pieces(), strict=True):
             weight.product(piece, out=to)
         return out
 
-    def row_parallel(self, weight: Weight, x: Tensor | Pieces) -> Part:
+    def gated(self, weight: Weight, x: Rows, down: Weight) -> Pieces:  # noqa: ARG002 (its product packs pieces)
+        assert isinstance(x, GatheredRows)
+        return (weight.product(piece, GEGLU) for piece in x.pieces())
+
+    def row_parallel(self, weight: Weight, x: Activations | Pieces) -> Part:
+        assert not isinstance(x, ScaledRows)
         return (weight.product(piece) for piece in self._sequence.cut(x))
 
     def sum_norm(
@@ -114,7 +123,7 @@ class OwnRows(Exchange):
         return self._sequence.norm(part, residual, norms, self._eps, scalar)
 
     def all_rows(self, x: Rows) -> Tensor:
-        return x if isinstance(x, Tensor) else x.whole()
+        return x.whole() if isinstance(x, GatheredRows) else super().all_rows(x)
 
     def of_few_rows(self) -> Exchange:
         return Exchange(self.parallel, self._eps)
@@ -129,5 +138,5 @@ def exchange_over(peers: Peers, parallel: Parallel, eps: float) -> Exchange:
     return Exchange(parallel, eps)
 
 
-def _h_and_x(h: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+def _h_and_x(h: Tensor, x: Activations | None) -> tuple[Tensor, Activations]:
     return h, h if x is None else x

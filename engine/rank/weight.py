@@ -15,8 +15,8 @@ from kernels.embed import embed
 from kernels.experts import experts
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart
 from kernels.launch import PendingTensor
-from kernels.linear import NONE, Epilogue, linear, linear_parts, linear_send
-from kernels.packed import Matrix
+from kernels.linear import NONE, Epilogue, linear, linear_gated, linear_parts, linear_send
+from kernels.packed import Activations, Matrix
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -27,10 +27,12 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter
 class Weight(nn.Module):
     """W [m, n], or that of each expert [experts, m, n]: this rank's part of the matrix. Made without tensors, by its shape alone.
 
-    weight  its values in `dtype`
+    weight      its values in `dtype`
+    packs_rows  its products read x as `kernels.packed.ScaledRows`: whoever makes x may pack it
     """
 
     weight: Tensor
+    packs_rows = False
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -53,15 +55,19 @@ class Weight(nn.Module):
         """What kernels read. Its tensors are constant: kernels load them before they wait for the kernels before them."""
         return self.weight
 
-    def product(self, x: Tensor, epilogue: Epilogue = NONE, out: Tensor | None = None) -> Tensor:
+    def product(self, x: Activations, epilogue: Epilogue = NONE, out: Tensor | None = None) -> Tensor:
         """x [T, n] -> x W^T [T, m] with its epilogue, in `out` if given."""
         return linear(x, self.matrix, epilogue, out)
 
-    def parts(self, x: Tensor) -> Tensor:
+    def gated(self, x: Activations, down: "Weight") -> Activations:
+        """x [T, n] -> gelu_tanh(x G^T) * x U^T [T, m / 2] for a product with `down`; W = [G; U]."""
+        return linear_gated(x, self.matrix, packs=down.packs_rows)
+
+    def parts(self, x: Activations) -> Tensor:
         """x [T, n] -> x W^T [T, m], of few rows perhaps in fp32 parts of the sum [parts, T, m]."""
         return linear_parts(x, self.matrix)
 
-    def send(self, x: Tensor, inbox: AllReduceInbox) -> InboxPart | None:
+    def send(self, x: Activations, inbox: AllReduceInbox) -> InboxPart | None:
         """Write x W^T to every rank's inbox from the product's kernel. None, and nothing done, for more rows than pay."""
         return linear_send(x, self.matrix, inbox)
 

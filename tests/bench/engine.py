@@ -262,7 +262,8 @@ def case(args: argparse.Namespace) -> str:
     shard = f"-shard-of-{args.shard_of}" if args.shard_of > 1 else ""
     sampled = "" if args.sampling == "greedy" else f"-{args.sampling}-sampling"
     drafted = f"-{args.drafts}-drafts-{args.accepted:g}-tokens" if args.drafts else ""
-    return f"{args.model.split(':')[-1]}{shard}-tp{args.tp}{sampled}{drafted}"
+    weights = "" if args.weights == "auto" else f"-{args.weights}"
+    return f"{args.model.split(':')[-1]}{weights}{shard}-tp{args.tp}{sampled}{drafted}"
 
 
 def batch(text: str) -> tuple[int, int]:
@@ -275,6 +276,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="random:31b")
+    parser.add_argument("--weights", default="auto", help="plain or fp8")
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--shard-of", type=int, default=1, metavar="N", help="a rank's shard of N, as a model of its own")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -314,6 +316,7 @@ def serve(folder: Path, drafter: Path, args: argparse.Namespace) -> list[Row]:
         max_len=args.max_len,
         prefill_budget=args.prefill_budget,
         prefix_cache=False,
+        weights=args.weights,
         tpot_target_ms=args.tpot_target,
     )
     synthetic = Synthetic(args.accepted, 5 if args.drafts == "auto" else args.drafts)

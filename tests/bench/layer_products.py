@@ -8,6 +8,9 @@ so that a GPU that lowers its clock does so for all; of eight turns the fastest 
     --try down:64,128,3,splits=8     the inner dimension in eight parts;  down:cublas: the library
     --try experts_up:64,128,4,swap   of the experts' gate and up, of as many rows as in force;  experts_down: of their down
     --try experts_down:256,64,4,warps=8+o_full:64,128,8,rows=16     rows a CTA, by default all
+    --try down:gemv,4,2048,3         of one and two rows: 4 outputs a CTA, 2048 columns a turn, 3 turns asked for early
+
+    --weights fp8                    matrices in fp8, and rows of x packed by each product
 
 Tokens choose experts at random. Norms read no other rank's part: what --tp cuts is cut, and its sums take no time. --dry: small,
 under Triton's interpreter.
@@ -31,6 +34,7 @@ from kernels import experts, linear
 from kernels.experts import choose as experts_in_force
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.launch import INTERPRET, beside
+from kernels.packed import Load, Matrix, fp8_matrix, packed_matrix
 from kernels.route import route, router_logits, router_parts
 from kernels.tiles import GemmShape, Tile, choose
 from tests.bench.timing import precompile_all
@@ -47,14 +51,14 @@ Tiles = dict[GemmShape | str, Tile | None]
 class MoeLayer:
     """A layer's router and experts with random weights, one rank's share of `tp`."""
 
-    def __init__(self, model: ModelShape, tp: int, draw: Callable[..., Tensor]) -> None:
+    def __init__(self, model: ModelShape, tp: int, draw: Callable[..., Tensor], pack: Callable[[Tensor], Matrix]) -> None:
         n, m, self.top_k = model.hidden, model.moe_mlp // tp, model.top_k
         self.norm = torch.ones_like(draw(n))
         self.scale = torch.ones_like(draw(model.experts)).float()
         self.parts = router_parts(draw(model.experts, n).float(), torch.ones_like(self.norm).float())
-        self.gate_up, self.down = draw(model.experts, 2 * m, n) * n**-0.5, draw(model.experts, n, m) * m**-0.5
+        self.gate_up, self.down = pack(draw(model.experts, 2 * m, n) * n**-0.5), pack(draw(model.experts, n, m) * m**-0.5)
 
-    def run(self, residual: Tensor, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def run(self, residual: Tensor, x: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
         """The dense MLP of x, and beside it the experts."""
         dense = beside(lambda: linear.linear(linear.linear(x, gate_up, linear.GEGLU), down), x)
         logits, inner = router_logits(residual, self.parts, self.norm, EPS)
@@ -65,15 +69,16 @@ class MoeLayer:
 class Chain:
     """A model's first layers with random weights, one rank's share of `tp`, on `device`."""
 
-    def __init__(self, model: ModelShape, tp: int, layers: int, device: torch.device) -> None:
+    def __init__(self, model: ModelShape, tp: int, layers: int, device: torch.device, *, fp8: bool = False) -> None:
         self.tp, self.device = tp, device
         draw = partial(torch.empty if device.type == "meta" else torch.randn, device=device, dtype=torch.bfloat16)
         shapes = [shape for layer in range(layers) for shape in layer_products(model, layer, tp)]
-        self.products = [(name, shape, draw(shape.m * (1 + shape.gated), shape.n) * shape.n**-0.5) for name, shape in shapes]
+        pack: Callable[[Tensor], Matrix] = fp8_matrix if fp8 else packed_matrix
+        self.products = [(name, shape, pack(draw(shape.m * (1 + shape.gated), shape.n) * shape.n**-0.5)) for name, shape in shapes]
         self.norms = Norms(torch.ones_like(draw(model.hidden)), torch.ones_like(draw(model.hidden)))
         self.inputs: Callable[[int, int], Tensor] = draw
         self.hidden = model.hidden
-        self.experts = [MoeLayer(model, tp, draw) for _ in range(layers if model.experts else 0)]
+        self.experts = [MoeLayer(model, tp, draw, pack) for _ in range(layers if model.experts else 0)]
 
     def prepare(self, rows: int) -> dict[int, Tensor]:
         """Inputs of so many rows, by width."""
@@ -105,10 +110,12 @@ class Chain:
 def tiles_of(tried: Tiles) -> Iterator[None]:
     """Inside the `with` these shapes take these tiles, others those in force."""
 
-    def chosen(rows: int, shape: GemmShape, shared: int, *, parts: bool = False) -> Tile | None:
-        if rows <= 2 or shape not in tried:
-            return choose(rows, shape, shared, parts=parts)
-        tile = tried[shape]
+    def chosen(rows: int, shape: GemmShape, shared: int, *, parts: bool = False, load: Load = "plain") -> Tile | None:
+        tile = tried.get(shape)
+        if shape not in tried or (tile is not None and (rows <= 2) != (tile.kind == "gemv")):
+            return choose(rows, shape, shared, parts=parts, load=load)
+        if tile is not None and tile.kind == "gemv":
+            return replace(tile, rows=rows)
         return tile and replace(tile, rows=tile.rows or max(16, 1 << (rows - 1).bit_length()), splits=tile.splits if parts else 1)
 
     def of_experts(assignments: int, count: int, shared: int) -> tuple[Tile, ...]:
@@ -129,6 +136,9 @@ def parse(text: str, chain: Chain) -> Tiles:
         raise SystemExit(f"--try {text}: the products are {', '.join(dict.fromkeys(known for known, *_ in chain.products))}")
     if form == "cublas":
         return dict.fromkeys(keys)
+    if form.startswith("gemv,"):
+        bn, bk, early, *warps = map(int, form.split(",")[1:])
+        return dict.fromkeys(keys, Tile("gemv", 1, bn, bk, early, *warps))
     bn, bk, stages, *more = form.split(",")
     tile = Tile("gemm", 0, int(bn), int(bk), stages=int(stages), swap="swap" in more)
     numbers = {field: int(number) for field, _, number in (option.partition("=") for option in more) if number}
@@ -181,6 +191,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--layers", type=int, default=12, help="the model's first (default: %(default)s)")
     parser.add_argument("--try", dest="tried", action="append", default=[], metavar="PRODUCT:FORM")
+    parser.add_argument("--weights", choices=["plain", "fp8"], default="plain")
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     model = PUBLIC[args.model]
@@ -191,7 +202,7 @@ def main() -> None:
         small = {"hidden": 96, "mlp": 64 * args.tp, "heads": args.tp, "kv_heads": args.tp, "moe_mlp": 32 * args.tp}
         model = replace(model, groups=1, sliding=1, kv_shared=0, ple=0, experts=min(model.experts, 8), **small)
     layers = min(args.layers, model.layers)
-    made = partial(Chain, model, args.tp, layers)
+    made = partial(Chain, model, args.tp, layers, fp8=args.weights == "fp8")
     listed = made(torch.device("meta"))
     tried = {"in force": {}} | {text: parse(text, listed) for text in args.tried}
     if not args.dry:

@@ -70,7 +70,7 @@ class Mlps:
         exchange = exchange_over(peers, self.parallel, EPS)
         x: Rows = rms_norm(h, self.norms[0, 1], EPS)
         for (gate_up, down), (post, next_norm) in zip(self.weights, self.norms, strict=True):
-            part = exchange.row_parallel(down, exchange.column_parallel(gate_up, x, GEGLU))
+            part = exchange.row_parallel(down, exchange.gated(gate_up, x, down))
             h, x = exchange.sum_norm(part, h, Norms(post, next_norm), self.scalar)
         return exchange.all_rows(x)
 

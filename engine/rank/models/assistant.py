@@ -25,7 +25,6 @@ from engine.rank.sampler import Sampler
 from engine.rank.shard import Shard
 from kernels.choose import ArgmaxInbox, choose_best
 from kernels.clusters import best_of_clusters
-from kernels.fused_allreduce_norm import Norms
 from kernels.linear import FP32
 from kernels.sampling_batch import SamplingBatch
 
@@ -93,9 +92,10 @@ class Assistant(Shard):
         """
         first_norm, *next_norms = pre_norms(self.blocks, self.norm)
         projected = self.pre.product(torch.cat([embedded, hidden], 1))
-        h, x = step.exchange.norm(projected, None, Norms(None, first_norm))
+        h, x = step.exchange.norm(projected, None, first_norm.after(None))
         for block, next_norm in zip(self.blocks, next_norms, strict=True):
             h, x = block(h, x, next_norm, step)
+        assert isinstance(x, Tensor)
         return x
 
 

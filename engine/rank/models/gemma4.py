@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,19 @@ from engine.rank.shard import Shard
 from kernels.fused_allreduce_norm import Norms
 from kernels.launch import beside
 from kernels.linear import gelu_times
+from kernels.packed import Activations
 from kernels.ple import per_layer_inputs
+
+
+class PreNorm(NamedTuple):
+    """The norm before a product; None: there is none. packs: the product reads packed rows."""
+
+    weight: Tensor | None
+    packs: bool = False
+
+    def after(self, post: Tensor | None, halves: tuple[Tensor, Tensor] | None = None) -> Norms:
+        """The norms of a fused norm that ends with this one."""
+        return Norms(post, self.weight, halves, self.packs)
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,7 @@ class Attention(nn.Module):
         step.attention.attend(qkv, self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, out)
         return step.exchange.row_parallel(self.o, out)
 
-    def store(self, x: Tensor, step: LayerStep) -> Tensor:
+    def store(self, x: Rows, step: LayerStep) -> Tensor:
         """Write K and V of all rows x [T, hidden] into their pages; returns the rows' raw q."""
         qkv = self._qkv(x, step)
         step.attention.store(qkv, self.layer, (self.q_norm, self.k_norm), step.batch)
@@ -114,11 +127,11 @@ class Block(nn.Module):
         self.norms = shard.norms(norms)
         self.scalar = shard.parameter(1)
 
-    def forward(self, h: Tensor, x: Rows, next_norm: Tensor | None, step: LayerStep) -> tuple[Tensor, Rows]:
-        """h [T, hidden] and its normed form x -> the same behind this layer, normed by `next_norm`."""
+    def forward(self, h: Tensor, x: Rows, next_norm: PreNorm, step: LayerStep) -> tuple[Tensor, Rows]:
+        """h [T, hidden] and its normed form x -> the same after this layer, normed by `next_norm`."""
         return self._behind_attention(self.attention(x, step), h, next_norm, step)
 
-    def narrow(self, h: Tensor, next_norm: Tensor | None, step: LayerStep) -> tuple[Tensor, Rows, LayerStep]:
+    def narrow(self, h: Tensor, next_norm: PreNorm, step: LayerStep) -> tuple[Tensor, Rows, LayerStep]:
         """h [T, hidden] -> h and x as a call gives them, of the rows whose logits are wanted alone, and the step of these. K and V
         of all rows are stored."""
         rows = step.batch.logit_rows
@@ -126,31 +139,32 @@ class Block(nn.Module):
         _, x = step.exchange.norm(h, None, Norms(None, self.norms["pre_attention"]))
         queries, step = self.attention.store(x, step)[rows], step.of_rows(rows)
         if not len(rows):
-            return h[rows], x[rows], step
+            return h[rows], h[rows], step
         return *self._behind_attention(self.attention.attend(queries, step), h[rows], next_norm, step), step
 
-    def _behind_attention(self, part: Part, h: Tensor, next_norm: Tensor | None, step: LayerStep) -> tuple[Tensor, Rows]:
+    def _behind_attention(self, part: Part, h: Tensor, next_norm: PreNorm, step: LayerStep) -> tuple[Tensor, Rows]:
         norms = self.norms
-        h, x = step.exchange.sum_norm(part, h, Norms(norms["post_attention"], norms["pre_mlp"]))
-        after, scalar = (next_norm, self.scalar) if step.ple is None else (None, None)
+        pre_mlp = PreNorm(norms["pre_mlp"], self.mlp.gate_up.packs_rows)
+        h, x = step.exchange.sum_norm(part, h, pre_mlp.after(norms["post_attention"]))
+        after, scalar = (next_norm, self.scalar) if step.ple is None else (PreNorm(None), None)
         if self._moe:
-            assert isinstance(x, Tensor)
+            assert isinstance(x, Activations)
             dense = beside(partial(self.mlp.local, x), x)
             weights, chosen, inner = self.router(h, norms["pre_experts"])
             both = self.experts(inner, weights, chosen, dense)  # parts side by side: normed apart, then added
             halves = (norms["post_dense"], norms["post_experts"])
-            h, x = step.exchange.sum_norm(both, h, Norms(norms["post_mlp"], after, halves), scalar)
+            h, x = step.exchange.sum_norm(both, h, after.after(norms["post_mlp"], halves), scalar)
         else:
-            h, x = step.exchange.sum_norm(self.mlp(x, step.exchange), h, Norms(norms["post_mlp"], after), scalar)
+            h, x = step.exchange.sum_norm(self.mlp(x, step.exchange), h, after.after(norms["post_mlp"]), scalar)
         if step.ple is None:
             return h, x
         p = self.ple_out.product(self.ple_gate.product(h, gelu_times(step.ple[:, self._index])))
-        return step.exchange.norm(p, h, Norms(norms["post_ple"], next_norm), self.scalar)
+        return step.exchange.norm(p, h, next_norm.after(norms["post_ple"]), self.scalar)
 
 
-def pre_norms(blocks: Iterable[nn.Module], last: Tensor) -> list[Tensor]:
-    """The norm before each block, and `last` behind them."""
-    return [*(block.norms["pre_attention"] for block in blocks if isinstance(block, Block)), last]
+def pre_norms(blocks: Iterable[nn.Module], last: Tensor) -> list[PreNorm]:
+    """The norm before each block, and `last` after them."""
+    return [*(PreNorm(b.norms["pre_attention"], b.attention.qkv.packs_rows) for b in blocks if isinstance(b, Block)), PreNorm(last)]
 
 
 class Embedding(nn.Module):
@@ -170,8 +184,8 @@ class Embedding(nn.Module):
             self.ple_norm = shard.parameter(geometry.ple)
 
     def forward(
-        self, ids: Tensor, next_norm: Tensor | None, exchange: Exchange, soft: SoftTokens | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, ids: Tensor, next_norm: PreNorm, exchange: Exchange, soft: SoftTokens | None = None
+    ) -> tuple[Tensor, Rows, Tensor | None]:
         """ids int32 [T] -> (h [T, hidden], h normed by `next_norm`, per-layer embeddings [T, layers, ple] or None).
 
         soft: rows of encoders, which take the places of the scaled ones; their per-layer embeddings are pad's."""
@@ -186,10 +200,10 @@ class Embedding(nn.Module):
             summed = ple is not None or self._parallel.rank == 0  # in a sum over ranks that is to come the first has all of them
             rows[soft.rows] = soft.values if summed else torch.zeros_like(soft.values)
             rows = rows[:-1]
-        norms, rows = Norms(None, next_norm), rows.contiguous()
+        norms, rows = next_norm.after(None), rows.contiguous()
         if ple is None:
             h, x = exchange.sum_norm(rows, None, norms, scale=scale)
-            return h, exchange.all_rows(x), None
+            return h, x, None
         h, x = exchange.norm(rows, None, norms, scale=scale)
         context = self.ple_projection.product(h)
         ple = per_layer_inputs(context, ple.contiguous(), self.ple_norm, geometry.eps, geometry.hidden**-0.5, self._ple_scale)
@@ -218,15 +232,14 @@ class Gemma4(Model):
 
     def states(self, batch: ForwardBatch, attention: AttentionBackend, peers: Peers = None) -> tuple[Tensor, Tensor]:
         exchange = exchange_over(peers, self.parallel, self.geometry.eps)
-        norms: list[Tensor | None] = [*pre_norms(self.blocks, self.norm)]
+        norms = pre_norms(self.blocks, self.norm)
         if batch.logit_rows is not None:  # this layer narrows, and needs h of those rows on every rank, which x is without a norm
-            norms[self._last_stored] = None
-        h, embedded, ple = self.embedding(batch.ids, norms[0], exchange, batch.soft)
-        x: Rows = embedded
+            norms[self._last_stored] = PreNorm(None)
+        h, x, ple = self.embedding(batch.ids, norms[0], exchange, batch.soft)
         step = LayerStep(batch, attention, attention.prepare(batch), exchange, ple)
         for block, (norm, next_norm) in zip(self.blocks, pairwise(norms), strict=True):
             assert isinstance(block, Block)
-            if norm is None:
+            if norm.weight is None:
                 h, x, step = block.narrow(exchange.all_rows(x), next_norm, step)
             elif len(h):
                 h, x = block(h, x, next_norm, step)

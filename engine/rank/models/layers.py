@@ -14,7 +14,8 @@ from engine.geometry import Moe, shard_vocab, vocab_share
 from engine.rank.products import Exchange, Part, Rows
 from engine.rank.shard import Shard
 from kernels.launch import PendingTensor
-from kernels.linear import FP32, GEGLU
+from kernels.linear import FP32
+from kernels.packed import Activations
 from kernels.route import route, router_logits, router_parts
 
 
@@ -55,11 +56,11 @@ class Mlp(nn.Module):
         self.gate_up, self.down = shard.matrix(2 * share, hidden), shard.matrix(hidden, share)
 
     def forward(self, x: Rows, exchange: Exchange) -> Part:
-        return exchange.row_parallel(self.down, exchange.column_parallel(self.gate_up, x, GEGLU))
+        return exchange.row_parallel(self.down, exchange.gated(self.gate_up, x, self.down))
 
-    def local(self, x: Tensor) -> Tensor:
+    def local(self, x: Activations) -> Tensor:
         """This rank's part as a tensor [T, hidden]."""
-        return self.down.product(self.gate_up.product(x, GEGLU))
+        return self.down.product(self.gate_up.gated(x, self.down))
 
 
 class Router(nn.Module):

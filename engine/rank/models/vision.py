@@ -26,14 +26,14 @@ from engine.rank.models.architecture import Launches, MediaEncoder
 from engine.rank.models.captured_layers import SIZES, CapturedLayers, Rows
 from engine.rank.models.clipped import ClippedProduct
 from engine.rank.models.gemma4_weights import BLOCK_NORMS
-from engine.rank.products import Exchange
 from engine.rank.shard import Shard
 from engine.rank.upload import uploaded
 from engine.vision_geometry import CELL, PATCH, SIDE, VisionGeometry
 from kernels.activation import geglu
 from kernels.axial_rope import axial_tables, head_norm, norm_axial_rope
-from kernels.fused_allreduce_norm import Norms
+from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.norm import rms_norm
+from kernels.packed import ScaledRows
 from kernels.qkv import inverse_frequencies
 from kernels.ragged_attention import ragged_attention
 
@@ -67,13 +67,17 @@ class VisionBlock(nn.Module):
         self.down = ClippedProduct(shard, hidden, layer.intermediate)
         self.q_norm, self.k_norm = shard.parameter(layer.head_dim), shard.parameter(layer.head_dim)
         self.norms = shard.norms(BLOCK_NORMS.values())
-        self._exchange = Exchange(shard.parallel, self._eps)
 
     def forward(self, h: Tensor, x: Tensor, next_norm: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
         """h [T, hidden] and its normed form x -> the same behind this layer, normed by `next_norm`."""
         norms = self.norms
-        h, x = self._exchange.norm(self._attend(x, rows), h, Norms(norms["post_attention"], norms["pre_mlp"]))
-        return self._exchange.norm(self.down(geglu(self.gate(x), self.up(x))), h, Norms(norms["post_mlp"], next_norm))
+        h, x = self._sum(self._attend(x, rows), h, Norms(norms["post_attention"], norms["pre_mlp"]))
+        return self._sum(self.down(geglu(self.gate(x), self.up(x))), h, Norms(norms["post_mlp"], next_norm))
+
+    def _sum(self, part: Tensor, residual: Tensor, norms: Norms) -> tuple[Tensor, Tensor]:
+        h, x = fused_allreduce_norm(part, residual, norms, self._eps)
+        assert not isinstance(x, ScaledRows)
+        return h, h if x is None else x
 
     def _attend(self, x: Tensor, rows: Rows) -> Tensor:
         q, k, v = (product(x).view(len(x), -1, self._head_dim) for product in (self.q, self.k, self.v))
