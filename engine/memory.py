@@ -1,6 +1,5 @@
 """The memory arithmetic of the KV cache: how many bytes it may take, and how many pages each group gets. No torch."""
 
-import bisect
 from collections.abc import Sequence
 
 from engine.audio_geometry import AudioGeometry
@@ -10,6 +9,7 @@ from engine.geometry import ITEMSIZE, Geometry, KVGroup, vocab_share
 from engine.logit_adjustments import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 from engine.media_geometry import MediaGeometry, read_media
 from engine.plan import DEPTH
+from engine.step_shapes import buckets, sequence_rows
 from engine.vision_geometry import CELL, SIDE
 
 PIECE_LOGITS = 1 << 24  # of a rank's share, fp32: so many are worked on at once where rows are filtered, or report logprobs
@@ -17,12 +17,10 @@ PIECES = 5  # tensors of so many logits that are alive there at once: the rows',
 CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
 INBOX_BUFFERS = 5  # parts that may wait to be read: `kernels.fused_allreduce_norm.BUFFERS`
 INBOX_BYTES = 512 << 20  # that a rank's inboxes for all-reduces may take; sums of more rows are collectives
-SEQUENCE_WORK = 1536 * 5376**2  # rows times hidden^2: with less all-reduces are as fast as norms of own rows
 CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
 ENCODER_ROWS = 4096  # soft tokens that encoders make at once; one picture may give more
 CAPTURED_PATCHES = 5184  # of pictures, whose layers are captured
 ENCODER_CACHE_BYTES = 256 << 20  # of encoders' outputs that a rank keeps
-BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
 
 
 def kv_budget(config: EngineConfig, total: int, used: int) -> int:
@@ -40,14 +38,6 @@ def reserved_bytes(config: EngineConfig) -> int:
     activations = max((encoder_row_bytes(encoder, ITEMSIZE[config.dtype]) for encoder in encoders), default=0)
     rows = ENCODER_ROWS + CAPTURED_PATCHES // CELL**2
     return sampling + (rows * activations + ENCODER_CACHE_BYTES if activations else 0)
-
-
-def sequence_rows(config: EngineConfig, geometry: Geometry) -> range:
-    """Returns how many rows steps with prompts have whose ranks norm rows of their own (`kernels.sequence_parallel`)."""
-    if config.tp == 1 or geometry.residual_is_read:
-        return range(0)
-    most = config.prefill_budget + buckets(config.max_seqs)[-1] * config.widest
-    return range(-(-SEQUENCE_WORK // geometry.hidden**2), most + 1)
 
 
 def inbox_rows(config: EngineConfig, geometry: Geometry) -> int:
@@ -78,12 +68,6 @@ def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
         return 4 * encoder.features * (encoder.unified or 4) + 4 * encoder.hidden * (3 * encoder.reach + 8) * (not encoder.unified)
     width = 4 * (encoder.hidden + encoder.layers[0].intermediate) * itemsize + 8 * encoder.hidden
     return max(CELL**2 * width, 12 * 3 * SIDE**2)
-
-
-def buckets(max_seqs: int) -> tuple[int, ...]:
-    """Returns the row counts that decode steps of up to `max_seqs` rows are padded to, ascending; multiples of 64 above 256."""
-    known = [*BUCKETS, *range(320, max_seqs + 64, 64)]
-    return tuple(known[: bisect.bisect_left(known, max_seqs) + 1])
 
 
 def sampling_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:

@@ -191,7 +191,7 @@ class StepResult(NamedTuple):
     logprobs  of the rows that report them, one a token
     prompts   of the chunks that report logprobs of prompt tokens, in the plan's order
     encoded   plans since boot whose encodes have ended
-    took_us   microseconds of rank 0's device for the step, and without work before it (`StepClock`); 0: not known
+    took_us   microseconds of rank 0's device for the step, and without work before it (`Launched`); 0: not known
     """
 
     step: int

@@ -28,9 +28,10 @@ from engine.core.step_budget import POLICIES, DecodeRows, Prompt, StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.media_geometry import MediaGeometries
-from engine.memory import ENCODER_ROWS, buckets, longest_sequence
+from engine.memory import ENCODER_ROWS, longest_sequence
 from engine.plan import MAX_SCORED, ROW_MASKED, StepPlan, StepResult
 from engine.protocol import DraftSwitches, Load, PoolLoad
+from engine.step_shapes import buckets
 
 
 class PlanDraft(InFlightStep, kw_only=True):

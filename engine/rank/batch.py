@@ -1,7 +1,7 @@
 """What one step computes, as the model sees it: flat token rows, prefill chunks first, then decode rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -54,27 +54,6 @@ def last_seen_of(chunks: Sequence[Chunk], device: torch.device) -> Tensor | None
 
 
 @dataclass(frozen=True)
-class RowBlock:
-    """Consecutive rows of a batch that attention takes at once, its prefill chunks or its decode rows: views of the batch.
-
-    rows    of the batch
-    width   of decode rows: queries of a sequence, in consecutive rows
-    pages   of decode rows, as in the batch;   chunks, chunk_list, last_seen  of prefill chunks, as there
-    """
-
-    kind: RowKind
-    rows: slice
-    slots: Tensor
-    positions: Tensor
-    rope: RopeTensors
-    width: int = 1
-    pages: PageIds = ()
-    chunks: tuple[Chunk, ...] = ()
-    chunk_list: Tensor | None = None
-    last_seen: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class SoftTokens:
     """rows int64 [n] of a batch whose embeddings are not the table's but values [n, hidden], unscaled."""
 
@@ -118,22 +97,30 @@ class ForwardBatch:
         """How many rows there are, T."""
         return self.ids.shape[0]
 
+    @property
+    def kind(self) -> RowKind:
+        """Of the rows of one of `blocks`."""
+        return "extend" if self.prompts else "decode"
+
     @cached_property
-    def blocks(self) -> tuple[RowBlock, ...]:
-        """The rows by kind, in order; sliced once a step, not in every layer."""
-        blocks, first = [], self.prompts
-        extend, decode = slice(0, first), slice(first, self.rows)
+    def blocks(self) -> "tuple[ForwardBatch, ...]":
+        """The rows that attention takes at once, in order: those of chunks, then those that decode. Cut once a step, not in every
+        layer."""
+        blocks = []
+        first = self.prompts
         if first:
-            inputs, seen = self.row_inputs(extend), self.last_seen
-            seen = last_seen_of(self.chunks, self.ids.device) if seen is None else seen
-            blocks.append(RowBlock("extend", extend, *inputs, 1, (), self.chunks, self.chunk_list, seen))
+            seen = last_seen_of(self.chunks, self.ids.device) if self.last_seen is None else self.last_seen
+            extend = self.of_rows(slice(0, first))
+            blocks.append(replace(extend, chunks=self.chunks, prompts=first, chunk_list=self.chunk_list, last_seen=seen))
         if first < self.rows:
-            blocks.append(RowBlock("decode", decode, *self.row_inputs(decode), self.width, self.pages))
+            decode = self.of_rows(slice(first, self.rows))
+            blocks.append(replace(decode, pages=self.pages, width=self.width))
         return tuple(blocks)
 
-    def row_inputs(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, RopeTensors]:
-        """Returns slots, positions and rotary embeddings of some rows."""
-        return self.slots[rows], self.positions[rows], {key: table[rows] for key, table in self.rope.items()}
+    def of_rows(self, rows: slice | Tensor) -> "ForwardBatch":
+        """Returns ids, positions, slots and rotary embeddings of some rows, as decode rows without pages."""
+        rope = {key: table[rows] for key, table in self.rope.items()}
+        return ForwardBatch(self.ids[rows], self.positions[rows], self.slots[rows], rope, ())
 
 
 def frequencies_of(layers: Iterable[Layer], device: torch.device) -> RopeTensors:

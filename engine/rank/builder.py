@@ -9,12 +9,13 @@ import torch
 
 from engine.audio_geometry import AudioGeometry
 from engine.config import EngineConfig
-from engine.geometry import Geometry
+from engine.geometry import Geometry, vocab_share
 from engine.media_geometry import MediaGeometry, read_media
-from engine.memory import inbox_rows, kv_budget, sequence_rows
+from engine.memory import inbox_rows, kv_budget
 from engine.protocol import MediaKind
 from engine.quantisation import UNQUANTISED, Quantisation, read_quantisation
-from engine.rank.attention import FailedChecks
+from engine.rank.attention import FailedChecks, attention_backend
+from engine.rank.attention.base import AttentionBackend
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load, with_head
 from engine.rank.load.random_fill import dummy
@@ -29,11 +30,22 @@ from engine.rank.models.clipped import load_encoder
 from engine.rank.models.encoder_weights import ENCODER_TENSORS
 from engine.rank.models.gemma4 import GEMMA4
 from engine.rank.models.vision import Tower, VisionEmbedder
+from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes, Parallel, make_inboxes
 from engine.rank.runner import Runner
+from engine.rank.sampler import Sampler
 from engine.rank.shard import Shard
+from engine.rank.slots import SlotState
+from engine.rank.stages.draft_stage import DraftStage
+from engine.rank.stages.encode_stage import EncodeStage
+from engine.rank.stages.forward_stage import ForwardStage
+from engine.rank.stages.report_stage import ReportStage
+from engine.rank.stages.sample_stage import SampleStage
 from engine.rank.start_checks import check_attention, check_inboxes, check_kernels, is_untried
+from engine.rank.step import StepBuffers
+from engine.step_shapes import StepShapes, sequence_rows
 from engine.vision_geometry import VisionGeometry
+from kernels.table_check import COPIED_ENTRY
 
 _ENCODERS: Mapping[tuple[type[MediaGeometry], bool], Callable[..., MediaEncoder]] = {  # by geometry, and whether it is unified
     (VisionGeometry, False): Tower,
@@ -149,7 +161,42 @@ def kv_cache(config: EngineConfig, pages: Sequence[int], device: torch.device) -
     return KVCache([GroupCache(group, count, slots, config.max_len, device, config.widest) for group, count in groups])
 
 
-def build(rank: Rank, pages: Sequence[int]) -> Runner:
-    """Build the runner of a loaded rank, over a new `kv_cache`."""
-    cache = kv_cache(rank.config, pages, rank.device)
-    return Runner(rank.model, cache, rank.config, rank.inboxes, rank.failed_checks, rank.drafter, rank.encoders)
+def build(rank: Rank, pages: Sequence[int], shapes: StepShapes | None = None) -> Runner:
+    """Build the runner of a loaded rank, over a new `kv_cache`. shapes: of its steps; None: `StepShapes.of` its settings."""
+    return build_runner(rank, kv_cache(rank.config, pages, rank.device), shapes or StepShapes.of(rank.config))
+
+
+def build_runner(rank: Rank, cache: KVCache, shapes: StepShapes) -> Runner:
+    """Build a runner over `cache`, and the stages of its steps."""
+    config, model, device = rank.config, rank.model, rank.device
+    slots = _slots(rank, cache)
+    pages = PageCheck(slots) if config.debug_pages else None
+    check = None if pages is None else partial(pages.compare, COPIED_ENTRY)
+
+    def attention(geometry: Geometry, width: int) -> AttentionBackend:
+        return attention_backend(config, geometry, cache, config.tp, shapes.sequences, check, width, rank.failed_checks)
+
+    inputs = _inputs(rank, slots, shapes)
+    forward = ForwardStage(model, attention(rank.geometry, config.widest), inputs, rank.inboxes, pages)
+    sampler = Sampler(rank.parallel, rank.geometry.vocab, rank.geometry.softcap, config.suppress, device)
+    sample = SampleStage(model, sampler, slots, rank.inboxes)
+    draft = None
+    if rank.drafter is not None:
+        draft = DraftStage(rank.drafter, config.widest - 1, attention(rank.drafter.geometry, 1), inputs, sample)
+    encode = EncodeStage(rank.encoders, device, rank.parallel, config.encoder_host_bytes)
+    results = config.widest * (shapes.sequences[-1] + shapes.prefill)
+    report = ReportStage(results, device, pages, encode, debug_hash=config.debug_hash)
+    return Runner(shapes, slots, inputs, forward, sample, draft, encode, report, device.type == "cuda" and config.graphs)
+
+
+def _slots(rank: Rank, cache: KVCache) -> SlotState:
+    config, share = rank.config, vocab_share(rank.geometry.vocab, rank.parallel.size)
+    ids = range(rank.parallel.rank * share, (rank.parallel.rank + 1) * share)
+    return SlotState(config.max_seqs, config.max_len, cache, ids, rank.device, config.widest - 1)
+
+
+def _inputs(rank: Rank, slots: SlotState, shapes: StepShapes) -> StepBuffers:
+    soft = None
+    if rank.encoders:
+        soft = torch.zeros((shapes.padded_prompts, rank.geometry.hidden), dtype=rank.model.dtype, device=rank.device)
+    return StepBuffers(slots, rank.model.frequencies, shapes, soft)

@@ -38,9 +38,6 @@ class StageGraphs:
         self._graphs[key] = graph, output
         return output
 
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._graphs
-
     def replay(self, *key: Hashable) -> Any:
         """Run a captured stage; what it gives."""
         graph, output = self._graphs[key]

@@ -15,8 +15,10 @@ token is 0 and its flag is set, on every rank. Every op has its reference in pla
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -34,14 +36,23 @@ from kernels.sampling_batch import SamplingBatch, SlotParameters
 
 
 @dataclass(frozen=True)
-class SpecialRows:
-    """Which of a step's rows ask for more than this rank's best, as the host knows.
+class ResultRows:
+    """The rows of a step that give tokens, and what they ask for beside this rank's best, as the host knows.
 
+    slots         int32 [R] on the host, in the result's order, `width` of each sequence
+    numbers       int32 [R]: low 31 bits of each row's admission number
+    logprobs      of each row: how many alternatives it reports; None: no logprobs
+    adjusted      whether any row's logits are adjusted
     small_top_k   whether any row has a small top_k
     filtered      rows with other filters, ascending;   reported  rows with logprobs, ascending
     alternatives  the most logprobs that a row reports beside its token's
     """
 
+    slots: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32), compare=False)
+    numbers: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32), compare=False)
+    logprobs: Sequence[int | None] = ()
+    width: int = 1
+    adjusted: bool = False
     small_top_k: bool = False
     filtered: Sequence[int] = ()
     reported: Sequence[int] = ()
@@ -65,7 +76,7 @@ class Sampler:
         return SamplingBatch(slots, positions, parameters, tokens, self._suppressed, self._softcap)
 
     def sample(
-        self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None, special: SpecialRows = SpecialRows()
+        self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None, asked: ResultRows = ResultRows()
     ) -> tuple[Tensor, Tensor | None]:
         """Sample rows. logits fp32 [R, vocab share], before the soft cap, -inf behind the vocabulary's end -> int32 [R, 2]: token,
         flags (`kernels.choose`); and of reported rows, if there are any, int32 [n, 2 + 2 alternatives], as `token_logprobs`.
@@ -73,8 +84,8 @@ class Sampler:
         Overwrites logits. Capturable, if no row is filtered or reported.
         """
         raw = None
-        if special.reported:
-            reported = _index(special.reported, logits.device)
+        if asked.reported:
+            reported = _index(asked.reported, logits.device)
             raw = logits[reported]
         size = max(1, PIECE_LOGITS // logits.shape[1])  # rows of PIECE_LOGITS logits
         first = self._parallel.rank * logits.shape[1]
@@ -86,15 +97,15 @@ class Sampler:
             best = self._parallel.all_gather(best.flatten(1)).view(len(logits), -1, best.shape[2])
         chosen = logits.new_empty((len(logits), 2), dtype=torch.int32)
         choose_best(best, batch, chosen, inbox)
-        if special.small_top_k:
+        if asked.small_top_k:
             few = candidates(logits, block_peaks(logits, batch), batch, first)
             choose_candidates(self._parallel.all_gather(few.flatten(1)).view(len(logits), -1, 2), batch, chosen)
-        for rows in _index(special.filtered, logits.device).split(size) if special.filtered else ():
+        for rows in _index(asked.filtered, logits.device).split(size) if asked.filtered else ():
             self._filter(logits, batch, chosen, rows)
         if raw is None:
             return chosen, None
         pieces = zip(raw.split(size), chosen[reported, 0].long().split(size), strict=True)
-        return chosen, torch.cat([self.token_logprobs(rows, ids, special.alternatives) for rows, ids in pieces])
+        return chosen, torch.cat([self.token_logprobs(rows, ids, asked.alternatives) for rows, ids in pieces])
 
     def token_logprobs(self, logits: Tensor, ids: Tensor, alternatives: int) -> Tensor:
         """Compute the logprobs of `ids`. logits fp32 [R, vocab share], -inf behind the vocabulary's end, ids int64 [R] -> int32 [R,

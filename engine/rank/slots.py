@@ -9,7 +9,6 @@ plans know is for padding rows: it samples greedily, and nothing is stored there
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,28 +18,10 @@ from engine.protocol import MAX_STOP_IDS, SamplingParams
 from engine.rank.adjustments import Adjustments
 from engine.rank.kv import KVCache
 from engine.rank.prompt_logprobs import PromptScoring
-from engine.rank.sampler import SpecialRows
+from engine.rank.sampler import ResultRows
 from engine.rank.upload import uploaded
 from kernels.admissions import RECORD, admit
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SlotParameters
-
-
-@dataclass(frozen=True)
-class ResultRows:
-    """The rows of a step that give tokens.
-
-    slots     int32 [R] on the host, in the result's order, `width` of each sequence
-    numbers   int32 [R]: low 31 bits of each row's admission number
-    logprobs  of each row: how many alternatives it reports; None: no logprobs
-    special   rows that ask for more than a maximum;   adjusted  whether any row's logits are adjusted
-    """
-
-    slots: np.ndarray
-    numbers: np.ndarray
-    logprobs: Sequence[int | None]
-    special: SpecialRows
-    adjusted: bool
-    width: int
 
 
 class SlotState:
@@ -107,13 +88,17 @@ class SlotState:
         """Returns how the rows of result slots int32 [R] sample, `width` rows each, in plan `step`, whose masks are set."""
         adjusted, slots = any(self.adjustments.are_adjusted(slots, step)), slots.repeat(width)
         logprobs, filters = ([listed[slot] for slot in slots.tolist()] for listed in (self._logprobs, self._filters))
-        special = SpecialRows(
+        return ResultRows(
+            slots,
+            self._numbers[slots],
+            logprobs,
+            width,
+            adjusted,
             small_top_k="small top_k" in filters,
             filtered=[row for row, name in enumerate(filters) if name == "other"],
             reported=[row for row, count in enumerate(logprobs) if count is not None],
             alternatives=max((count for count in logprobs if count is not None), default=0),
         )
-        return ResultRows(slots, self._numbers[slots], logprobs, special, adjusted, width)
 
 
 def _filters(params: SamplingParams) -> str:

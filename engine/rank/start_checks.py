@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import Geometry, KVGroup, Layer
 from engine.rank.attention import FailedChecks, attention_backend, paged
-from engine.rank.attention.base import AttentionPart, AttentionParts, LayerRows, PartSettings
+from engine.rank.attention.base import AttentionPart, AttentionParts, PartSettings
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch, frequencies_of
 from engine.rank.kv import ROW_TOKENS, GroupCache, KVCache
 from engine.rank.models.architecture import Model
@@ -108,7 +108,7 @@ def mismatches(
         for maker in (paged.parts(settings), parts):
             part: AttentionPart = getattr(maker, kind)(cache)
             outputs.append(qkv.new_zeros(batch.rows, settings.heads * group.head_dim))
-            part.attend(LayerRows(qkv, layer, norms, block, outputs[-1]), part.prepare(block))
+            part.attend(qkv, layer, norms, block, part.prepare(block), outputs[-1])
         expected, actual = outputs
         errors[kind, given.index] = selfcheck.row_error(actual, expected)
     return {key: error for key, error in errors.items() if not error <= selfcheck.TOLERANCE[_DTYPE]}

@@ -3,13 +3,12 @@
     host    plan's header and fixed sections --one copy--> plan [n]        from pinned memory that belongs to a step in flight
     device  plan --apply--> page tables, lengths --decode rows--> ids, positions, slots --gather--> each row's page ids, cos, sin
 
-Rows are padded to a bucket (`engine.memory.buckets`), and the host decides none of the kernels' inputs: steps can be captured.
+Rows are padded (`engine.step_shapes`), and the host decides none of the kernels' inputs: steps can be captured.
 Chunk rows lie before the decode rows in the same buffers.
 """
 
-import bisect
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,69 +16,45 @@ from torch import Tensor
 
 from engine.channel import MAX_RECORD
 from engine.plan import COUNTS, HEADER, SECTIONS, PlanView
-from engine.rank.batch import Chunk, ForwardBatch, RopeTensors, chunk_rows
+from engine.rank.batch import Chunk, ForwardBatch, RopeTensors, SoftTokens, chunk_rows, last_seen_of
 from engine.rank.slots import SlotState
 from engine.rank.upload import staging
+from engine.step_shapes import StepShapes, StepSizes
 from kernels.chunks import ResultInputs, StepRows, chunk_inputs
 from kernels.slots import PlanLayout, apply_plan, decode_inputs, rotary_table
 
-# That chunks are padded to on a GPU, up to the budget.
-PROMPT_ROWS = (16, 32, 64, 128, 192, 256, *range(384, 1025, 128), *range(1280, 2049, 256))
-# Also where layers share K and V, so that most see few rows, or where ranks norm rows of their own: the host would be slower there.
-LARGE_PROMPT_ROWS = (*range(2560, 4097, 512), *range(5120, 8193, 1024))
-DECODES_BESIDE_PROMPTS = (0, 8, 32, 128)  # sequences that decode in such steps, padded; the largest bucket is another
-MOST_PADDED_CHUNKS = 16  # of a padded step of up to 2048 prompt tokens, in proportion of a larger one; with more it runs unpadded
 LAYOUT = PlanLayout(HEADER, COUNTS, *(SECTIONS[name] for name in ("rows", "chunks", "appends", "releases")))
 
 
-class StepSizes(NamedTuple):
-    """The sizes of a step: rows of its chunks, chunks, sequences that decode, sequences that give results."""
-
-    prompts: int
-    chunks: int
-    decodes: int
-    results: int
-
-    @classmethod
-    def of(cls, plan: PlanView) -> "StepSizes":
-        """Counts the plan's own, unpadded."""
-        tokens = plan.chunks[:, 2] - plan.chunks[:, 1]
-        return cls(int(tokens.sum()), len(plan.chunks), len(plan.rows), len(plan.result_slots))
-
-    @classmethod
-    def decoding(cls, sequences: int) -> "StepSizes":
-        """Returns those of a step of decode rows alone."""
-        return cls(0, 0, sequences, sequences)
-
-
 class StepBuffers:
-    """Inputs of a rank's steps: at most `prefill` chunk tokens, and sequences up to the largest of `buckets` that decode, each with
-    at most `widest` tokens.
+    """Inputs of a rank's steps, of at most the sizes that `shapes` allows.
 
     frequencies  fp32 [pairs] of each rotary embedding of the model
+    soft         [shapes.padded_prompts, hidden], for the soft tokens of padded steps; None: the rank has no encoders
     """
 
     def __init__(
-        self, slots: SlotState, frequencies: RopeTensors, prefill: int, buckets: tuple[int, ...], widest: int = 1
+        self, slots: SlotState, frequencies: RopeTensors, shapes: StepShapes, soft: Tensor | None = None
     ) -> None:
-        device, self._most = slots.device, buckets[-1]
-        self._slots, self._frequencies, self.buckets = slots, frequencies, buckets
-        rows = prefill + self._most * widest
+        device, sequences = slots.device, shapes.sequences[-1]
+        self._slots, self._frequencies, self.shapes = slots, frequencies, shapes
+        rows = shapes.prefill + shapes.results
         self._rows = torch.zeros((3, rows), dtype=torch.int32, device=device)  # ids, positions and slots
-        self._pages = slots.cache.page_rows(self._most)
+        self._pages = slots.cache.page_rows(sequences)
         self._rope = {
             key: frequency.new_zeros((rows, 2 * len(frequency)), dtype=torch.float32)
             for key, frequency in frequencies.items()
         }
-        results = torch.zeros((2, self._most * widest), dtype=torch.int32, device=device)
-        self._chunks = results.new_zeros((self._most + 1, 4), dtype=torch.int32)
+        results = torch.zeros((2, shapes.results), dtype=torch.int32, device=device)
+        self._chunks = results.new_zeros((sequences + 1, 4), dtype=torch.int32)
         self._results = ResultInputs(results[0].long(), *results)
         self.plan = results.new_zeros(MAX_RECORD // 4)  # what a plan has at most
         self._staging = staging(device, len(self.plan))
-
-    def bucket(self, decodes: int) -> int:
-        """Returns the rows that `decodes` decode rows are padded to."""
-        return self.buckets[bisect.bisect_left(self.buckets, decodes)]
+        self.soft: SoftTokens | None = None
+        if soft is not None:
+            none = torch.full((len(soft),), -1, device=device)
+            self.soft = SoftTokens(none, soft)
+            self._last_seen = none.int()
 
     def upload(self, plan: PlanView) -> None:
         """Copy the plan to `self.plan`, on the device."""
@@ -99,11 +74,30 @@ class StepBuffers:
         unread = slots  # a drafter begins with tokens of its own, not with ids
         return ForwardBatch(unread, positions, slots, self._rotary(rope_positions), pages)
 
-    def batch(self, sizes: StepSizes, width: int = 1) -> tuple[ForwardBatch, ForwardBatch]:
-        """Make the uploaded plan's chunk rows and behind them its decode rows, of `width` tokens a sequence, padded to `sizes`; and
-        a batch of the rows that give results, `width` a sequence (`logit_rows` of the first): the same one where there are no
-        chunks. Lengths of sequences that decode advance by one. Capturable."""
-        first = sizes.prompts
+    def set_media(self, soft: SoftTokens | None, chunks: Sequence[Chunk]) -> None:
+        """Set the soft tokens of the next padded step, None if it has none, and what rows of its chunks see."""
+        assert self.soft is not None
+        self.soft.rows.fill_(-1)
+        if soft is not None:
+            self.soft.rows[: len(soft.rows)] = soft.rows
+            self.soft.values[: len(soft.rows)] = soft.values
+        self._last_seen.fill_(-1)
+        if (seen := last_seen_of(chunks, self._last_seen.device)) is not None:
+            self._last_seen[: len(seen)] = seen
+
+    def with_media(self, batch: ForwardBatch) -> ForwardBatch:
+        """Returns a padded step's batch with what `set_media` sets. Capturable."""
+        count = batch.prompts
+        if self.soft is None or not count:
+            return batch
+        soft = SoftTokens(self.soft.rows[:count], self.soft.values[:count])
+        return replace(batch, soft=soft, last_seen=self._last_seen[:count])
+
+    def batch(self, sizes: StepSizes) -> tuple[ForwardBatch, ForwardBatch]:
+        """Make the uploaded plan's chunk rows and after them its decode rows, padded to `sizes`; and a batch of the rows that give
+        results, `sizes.width` a sequence (`logit_rows` of the first): the same one where there are no chunks. Lengths of sequences
+        that decode advance by one. Capturable."""
+        first, width = sizes.prompts, sizes.width
         rows = StepRows(*self._rows[:, : first + sizes.decodes * width])
         pages = tuple(page_ids[: sizes.decodes] for page_ids in self._pages)
         if sizes.decodes:

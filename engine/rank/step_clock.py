@@ -11,30 +11,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 DeviceEvent = torch.cuda.Event  # on a CPU a HostEvent
-
-
-@dataclass(frozen=True)
-class StepClock:
-    """A step's events. `before`: the end of the step before it, None where it says nothing of idleness."""
-
-    before: DeviceEvent | None
-    start: DeviceEvent
-    end: DeviceEvent
-
-    @property
-    def busy_us(self) -> int:
-        """Microseconds from the step's start to its end, which has come."""
-        return _elapsed_us(self.start, self.end)
-
-    @property
-    def idle_us(self) -> int:
-        """Microseconds that the device stood idle before the step; 0 where that is not known."""
-        return 0 if self.before is None else _elapsed_us(self.before, self.start)
 
 
 class Stopwatch:
@@ -42,20 +22,20 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._us = device, 0
-        self._running: deque[StepClock] = deque()
+        self._running: deque[tuple[DeviceEvent, DeviceEvent]] = deque()
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Time the work inside the `with`."""
         start = record_event(self._device)
         yield
-        self._running.append(StepClock(None, start, record_event(self._device)))
+        self._running.append((start, record_event(self._device)))
 
     @property
     def us(self) -> int:
         """Microseconds of the pieces that the device has ended."""
-        while self._running and self._running[0].end.query():
-            self._us += self._running.popleft().busy_us
+        while self._running and self._running[0][1].query():
+            self._us += elapsed_us(*self._running.popleft())
         return self._us
 
 
@@ -86,5 +66,6 @@ def record_event(device: torch.device) -> DeviceEvent:
     return event
 
 
-def _elapsed_us(first: DeviceEvent, last: DeviceEvent) -> int:
+def elapsed_us(first: DeviceEvent, last: DeviceEvent) -> int:
+    """Returns the microseconds from one event to a later one; both have come."""
     return max(0, round(1e3 * first.elapsed_time(last)))

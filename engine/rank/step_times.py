@@ -127,8 +127,8 @@ class _Probe:
             cache.pool[:, : int(used) + 1] = 0
             cache.table.zero_()
         slots.lengths.zero_()
-        if self._runner.pages is not None:
-            self._runner.pages.clear()
+        if (pages := self._runner.forward_stage.pages) is not None:
+            pages.clear()
         self._runner.report_stage.state_hash = 0
 
     def _decoding(self, rows: int, context: int) -> StepPlan:

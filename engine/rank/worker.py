@@ -27,7 +27,8 @@ from engine.plan import DEPTH, read_header, with_time
 from engine.rank import compile_ahead
 from engine.rank.builder import Rank, build, kv_bytes, load_rank
 from engine.rank.parallel import check_own_rows, connect, self_check
-from engine.rank.runner import Forwarded, Runner
+from engine.rank.runner import Runner
+from engine.rank.stages.forward_stage import Forwarded
 from engine.rank.stages.report_stage import Launched
 from engine.rank.start_checks import residual_rms
 from engine.rank.step_times import measure
@@ -161,13 +162,13 @@ class Worker:
     def _finish(self) -> None:
         """Publish the oldest step's result, then do the work that nothing waits for."""
         launched = self._launched.popleft()
-        result, clock = launched.result(), launched.clock
+        result = launched.result()
         if self._results is not None:
-            self._results.write(launched.step, with_time(result, clock.idle_us + clock.busy_us))
+            self._results.write(launched.step, with_time(result, launched.idle_us + launched.busy_us))
         launched.fold()
         self._progress(launched.step)
         status = self._lifeline.status
-        status.device(self._index, clock.busy_us, clock.idle_us, launch.late_compilations())
+        status.device(self._index, launched.busy_us, launched.idle_us, launch.late_compilations())
         status.encoder(self._index, self._runner.encode_stage.figures)
 
     def _progress(self, finished: int) -> None:

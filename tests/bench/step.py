@@ -29,6 +29,7 @@ from engine.rank import compile_ahead
 from engine.rank.builder import load_rank
 from engine.rank.parallel import Parallel, Single
 from engine.rank.stages import draft_stage
+from engine.step_shapes import StepSizes
 from kernels.precompile import set_cache_keys
 from tests.bench.gpu_ranks import run_on_gpus
 from tests.bench.profiling import bare_rank
@@ -91,9 +92,9 @@ def drafting(bench: BareRank, batch: int, args: argparse.Namespace, step: int) -
     step_ms = 1e3 * seconds / len(results)
     figures = {"tokens": given, "drafts_step_ms": step_ms, "token_ms": step_ms / given}
     if (graphs := runner.graphs) is not None:
-        bucket, steps = runner._inputs.bucket(batch), args.steps - 2 * WARM_STEPS
+        bucket, steps = runner.shapes.sequences_of(batch), args.steps - 2 * WARM_STEPS
         figures["verify_ms"] = replay_ms(bench, partial(replay, graphs, bucket, width), steps)
-        figures["draft_ms"] = replay_ms(bench, partial(graphs.replay, "draft", bucket, width), steps)
+        figures["draft_ms"] = replay_ms(bench, partial(graphs.replay, "draft", StepSizes.decoding(bucket, width)), steps)
     return figures
 
 
@@ -119,7 +120,7 @@ def check_graphs(bench: BareRank, parallel: Parallel, args: argparse.Namespace) 
 
 def profile(bench: BareRank, parallel: Parallel, batch: int, args: argparse.Namespace) -> None:
     """Kernels of one step by name: calls, total and mean microseconds; the trace in `out`."""
-    graphs, rows = bench.runner.graphs, bench.runner._inputs.bucket(batch)
+    graphs, rows = bench.runner.graphs, bench.runner.shapes.sequences_of(batch)
     if graphs is None:
         return
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
@@ -127,7 +128,7 @@ def profile(bench: BareRank, parallel: Parallel, batch: int, args: argparse.Name
         for _ in range(3):
             replay(graphs, rows, 1 + args.drafts)
             if args.drafts:
-                graphs.replay("draft", rows, 1 + args.drafts)
+                graphs.replay("draft", StepSizes.decoding(rows, 1 + args.drafts))
         torch.cuda.synchronize()
     if parallel.rank == 0:
         rows_of = sorted(seen.key_averages(), key=lambda row: -row.device_time_total)

@@ -31,13 +31,13 @@ from engine.rank.builder import build, load_rank
 from engine.rank.models import vision
 from engine.rank.runner import Runner
 from engine.rank.stages.encode_stage import EncodeStage
-from engine.rank.stages.forward_stage import ForwardStage
+from engine.rank.step import StepBuffers
 from tests.conftest import Nano
 from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.drive import Answer, Request, ask_all, attached, booted, still
 from tests.support.engine.plan_stream import different_tokens, logprob_error
 from tests.support.engine.ranks import run, single
-from tests.support.engine.recording import config_of
+from tests.support.engine.recording import config_of, padded_shapes
 from tests.support.engine.scheduling import request_of
 from tests.support.engine.threads import ThreadParallel, run_ranks
 from tests.support.judge import odd_checkpoints
@@ -272,19 +272,18 @@ def test_padded_steps_have_soft_tokens(case: Callable[[str], Case], name: str, m
     """Steps padded as for graphs, with media and without, give the right logits. Planted fault: nobody says what rows of an image
     see."""
     it, params = case(name), msgspec.structs.replace(ASKED, prompt_logprobs=None)
-    made, honest, steps = build(single(it.config), PAGES), ForwardStage.set_media, Counter[bool]()
-    made._pads_chunks = True
+    made, honest, steps = build(single(it.config), PAGES, padded_shapes(it.config)), StepBuffers.set_media, Counter[bool]()
 
-    def counted(stage: ForwardStage, soft: SoftTokens | None, chunks: tuple[Chunk, ...]) -> None:
+    def counted(inputs: StepBuffers, soft: SoftTokens | None, chunks: tuple[Chunk, ...]) -> None:
         steps[soft is not None] += 1
-        honest(stage, soft, chunks)
+        honest(inputs, soft, chunks)
 
-    monkeypatch.setattr(ForwardStage, "set_media", counted)
+    monkeypatch.setattr(StepBuffers, "set_media", counted)
     asked = [*it.prompts[::2], Prompt([at * 31 % 900 + 10 for at in range(90)])]
     match = it.match(asked, serve(made, it.config, asked, params))
     assert min(steps[True], steps[False]) > 1
     assert match.worst < TOLERANCE
-    monkeypatch.setattr(ForwardStage, "set_media", lambda stage, soft, _: honest(stage, soft, ()))
+    monkeypatch.setattr(StepBuffers, "set_media", lambda inputs, soft, _: honest(inputs, soft, ()))
     assert (it.match(asked, serve(made, it.config, asked, params)).worst < TOLERANCE) is (name == "e2b")
 
 

@@ -12,16 +12,15 @@ from engine.memory import (
     PIECE_LOGITS,
     PIECES,
     adjustment_bytes,
-    buckets,
     kv_budget,
     longest_sequence,
     pages_of,
     pool_pages,
     sampling_bytes,
-    sequence_rows,
 )
 from engine.plan import DEPTH
 from engine.protocol import FinishReason, Output
+from engine.step_shapes import buckets, sequence_rows
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.scheduling import SchedulerConfig, finish, request_of, scheduler_of, two_groups
 from tests.support.repo_rules import ROOT

@@ -25,14 +25,14 @@ from torch import Tensor
 from engine.config import engine_config
 from engine.errors import PageViolation
 from engine.geometry import kv_groups, read_geometry
-from engine.memory import buckets
 from engine.plan import StepPlan, single_rows
 from engine.rank.attention import trtllm
-from engine.rank.attention.base import AttentionPart, LayerRows
+from engine.rank.attention.base import AttentionPart
 from engine.rank.attention.paged import PagedDecode
 from engine.rank.attention.trtllm import FlashInfer, TrtllmDecode, TrtllmScratch
-from engine.rank.builder import build, load_rank
+from engine.rank.builder import build, build_runner, load_rank
 from engine.rank.runner import Runner
+from engine.step_shapes import StepShapes, StepSizes, buckets
 from tests.bench.profiling import bare_rank
 from tests.bench.profiling.bare_rank import BareRank, pages_held
 from tests.bench.profiling.decode_times import time_step
@@ -79,7 +79,7 @@ def decode(it: Scene, part: AttentionPart) -> Tensor:
     """What the scene's rows, all of them decode rows, give."""
     out = it.qkv.new_full((it.batch.rows, it.settings.heads * it.layer.head_dim), torch.nan)
     (block,) = it.batch.blocks
-    part.attend(LayerRows(it.qkv, it.layer, it.norms, block, out), part.prepare(block))
+    part.attend(it.qkv, it.layer, it.norms, block, part.prepare(block), out)
     return out
 
 
@@ -119,7 +119,7 @@ def test_a_graph_follows_tables_and_positions(flashinfer: FlashInfer) -> None:
 
     def step() -> None:
         (block,) = replace(it.batch).blocks
-        part.attend(LayerRows(it.qkv, it.layer, it.norms, block, out), part.prepare(block))
+        part.attend(it.qkv, it.layer, it.norms, block, part.prepare(block), out)
 
     step()
     torch.cuda.synchronize()
@@ -255,9 +255,11 @@ def shard_runner(rank: BareRank, backend: str) -> Runner:
     dtype = rank.cache.groups[0].pool.dtype
     assert isinstance(rank.parallel, Loopback)
     inboxes = rank.parallel.inboxes(buckets(config.max_seqs)[-1], rank.geometry.hidden, dtype)
-    made = Runner(rank.model, rank.cache, config, inboxes, (), None, {})
+    shapes = StepShapes.of(config)
+    sizes = StepSizes.decoding(shapes.sequences_of(ROWS))
+    alone = replace(rank, config=config, inboxes=inboxes, encoders={})
+    made = build_runner(alone, rank.cache, replace(shapes, sizes=(sizes,)))
     if made.capturable:
-        made._mixed_sizes, made._buckets = [], (made._inputs.bucket(ROWS),)
         made.capture()
     return made
 

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from torch import Tensor
+
 from engine.attention import BACKENDS, REFERENCE
 from engine.attention.backend_entry import RowKind
 from engine.config import EngineConfig
-from engine.geometry import Geometry, KVGroup
-from engine.rank.attention.base import AttentionBackend, AttentionPart, AttentionParts, CopyCheck, LayerRows, PartSettings
-from engine.rank.batch import RowBlock
+from engine.geometry import Geometry, KVGroup, Layer
+from engine.rank.attention.base import AttentionBackend, AttentionPart, AttentionParts, CopyCheck, Norms, PartSettings
+from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
 
 FailedChecks = Collection[tuple[RowKind, int]]  # kinds of rows of KV groups that run our own ops whatever was asked for
@@ -24,15 +26,17 @@ class SpanExtend:
     usual: AttentionPart
     own: AttentionPart
 
-    def prepare(self, block: RowBlock) -> tuple[AttentionPart, Any]:
+    def prepare(self, block: ForwardBatch) -> tuple[AttentionPart, Any]:
         """Choose the part; returns it, and what it prepared."""
         part = self.usual if block.last_seen is None else self.own
         return part, part.prepare(block)
 
-    def attend(self, rows: LayerRows, plan: tuple[AttentionPart, Any]) -> None:
+    def attend(
+        self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, plan: tuple[AttentionPart, Any], out: Tensor
+    ) -> None:
         """As `AttentionPart.attend`."""
         part, prepared = plan
-        part.attend(rows, prepared)
+        part.attend(qkv, layer, norms, block, prepared, out)
 
 
 def attention_backend(

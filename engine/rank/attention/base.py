@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.attention.backend_entry import RowKind
 from engine.geometry import KVGroup, Layer
-from engine.rank.batch import ForwardBatch, RowBlock
+from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
 from kernels.qkv import qkv_post
 
@@ -43,25 +43,16 @@ class PartSettings:
 AttentionPlan = tuple[tuple[Any, ...], ...]  # what the parts prepared of each of a step's blocks, by KV group
 
 
-class LayerRows(NamedTuple):
-    """A block's rows in a layer: qkv [rows, ...], of which attention makes out [rows, heads * head_dim]."""
-
-    qkv: Tensor
-    layer: Layer
-    norms: Norms
-    block: RowBlock
-    out: Tensor
-
-
 class AttentionPart(Protocol):
-    """One kind of rows of one KV group."""
+    """One kind of rows of one KV group: of a block of `ForwardBatch.blocks`."""
 
-    def prepare(self, block: RowBlock) -> Any:
+    def prepare(self, block: ForwardBatch) -> Any:
         """Make what `attend` needs, once a step that has such rows. Of decode rows it asks the host nothing, so that a graph can
         hold it."""
 
-    def attend(self, rows: LayerRows, plan: Any) -> None:
-        """Compute the attention of a block's rows; their K and V go into their pages."""
+    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, plan: Any, out: Tensor) -> None:
+        """Compute the attention of a block's rows: qkv [rows, ...] -> out [rows, heads * head_dim]. Their K and V go into their
+        pages."""
 
 
 class AttentionParts(NamedTuple):
@@ -75,12 +66,14 @@ class AttentionParts(NamedTuple):
     extend: Callable[[GroupCache], AttentionPart]
 
 
-def normed_queries(cache: GroupCache, settings: PartSettings, rows: LayerRows, *, fold: bool = False) -> tuple[Tensor, Tensor]:
+def normed_queries(
+    cache: GroupCache, settings: PartSettings, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, *, fold: bool = False
+) -> tuple[Tensor, Tensor]:
     """Write the rows' K and V into their pages; returns their normed and roped queries [rows, heads, d], and the pool that they
     read; `fold` as in `kernels.qkv.qkv_post`."""
-    qkv, layer, norms, block, _ = rows
     q = qkv.new_empty(len(qkv), settings.heads, layer.head_dim)
-    pool, rope = cache.layers[layer.kv_source], block.rope[layer.rope, layer.head_dim]
+    pool = cache.layers[layer.kv_source]
+    rope = block.rope[layer.rope, layer.head_dim]
     qkv_post(qkv, pool, cache.table, block.slots, block.positions, rope, *norms, settings.eps, q, fold=fold)
     return q, pool
 
@@ -101,9 +94,8 @@ class AttentionBackend:
 
     def store(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch) -> None:
         """Write K and V of every row into its pages, as `attend` does, without attention."""
-        for block in batch.blocks:
-            rows = LayerRows(qkv[block.rows], layer, norms, block, qkv)
-            normed_queries(self.cache.of(layer), self.settings, rows)
+        for block, rows in zip(batch.blocks, qkv.split([block.rows for block in batch.blocks]), strict=True):
+            normed_queries(self.cache.of(layer), self.settings, rows, layer, norms, block)
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: AttentionPlan, out: Tensor) -> None:
         """Compute the attention of a layer. qkv [T, (heads + kv_projections * kv_heads) * head_dim], the raw product: q, then k and
@@ -112,6 +104,8 @@ class AttentionBackend:
         Writes K and V of every row into the cache's pages of `layer.kv_source`, and out [T, heads * head_dim].
         """
         index = self.cache.of(layer).group.index
+        first = 0
         for block, prepared in zip(batch.blocks, plan, strict=True):
-            rows = LayerRows(qkv[block.rows], layer, norms, block, out[block.rows])
-            self.parts[block.kind][index].attend(rows, prepared[index])
+            rows = slice(first, first + block.rows)
+            self.parts[block.kind][index].attend(qkv[rows], layer, norms, block, prepared[index], out[rows])
+            first += block.rows

@@ -11,8 +11,9 @@ from operator import mul
 
 from torch import Tensor
 
-from engine.rank.attention.base import AttentionParts, LayerRows, PartSettings, normed_queries
-from engine.rank.batch import RowBlock
+from engine.geometry import Layer
+from engine.rank.attention.base import AttentionParts, Norms, PartSettings, normed_queries
+from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache
 from kernels.chunks import extend_tiles
 from kernels.decode import DecodeScratch, decode_attention, decode_splits
@@ -37,12 +38,11 @@ class PagedDecode:
         most = settings.width * max(parts, 2 * cores // group.kv_heads)  # also of rows that verify drafts
         self._scratch = DecodeScratch(buckets[-1], settings.heads, group.kv_heads, group.head_dim, most, settings.device)
 
-    def prepare(self, block: RowBlock) -> None:
+    def prepare(self, block: ForwardBatch) -> None:
         """Prepares nothing: the block holds what a sequence reads."""
 
-    def attend(self, rows: LayerRows, _plan: None) -> None:
+    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, _plan: None, out: Tensor) -> None:
         """As `AttentionPart.attend`."""
-        qkv, layer, norms, block, out = rows
         cache, group, settings = self._cache, self._cache.group, self._settings
         pages = block.pages[group.index]
         index = bisect.bisect_left(settings.buckets, len(pages))
@@ -54,7 +54,7 @@ class PagedDecode:
         pairs = read_pairs(layer.rope.pairs) if layer.k_eq_v and norms[1] is not None and enabled(qkv) else 0
         queries = settings.heads // group.kv_heads * block.width
         splits, tile = verify_cut_of(cache.pool[0], bucket, queries, pages.shape[1], pairs)
-        q, pool = normed_queries(cache, settings, rows, fold=tile.pairs > 0)
+        q, pool = normed_queries(cache, settings, qkv, layer, norms, block, fold=tile.pairs > 0)
         verify_attention(q, pool, pages, block.positions, group.window, self._scratch, out.view(q.shape), splits, tile)
 
 
@@ -65,19 +65,19 @@ class PagedExtend:
         self._cache, self._settings = cache, settings
         self._tokens = tile_tokens(settings.heads, cache.group.kv_heads)
 
-    def prepare(self, block: RowBlock) -> ExtendPlan:
+    def prepare(self, block: ForwardBatch) -> ExtendPlan:
         """Make the tiles, int32 [n, 4], and what rows see where images are among them (`kernels.prefill.extend_attention`)."""
         assert block.chunk_list is not None
         rows = len(block.slots)
         tiles = extend_tiles(block.chunk_list, self._tokens if enabled(block.slots) else rows, rows)  # torch takes chunks whole
         return tiles, block.last_seen if self._cache.group.bidirectional else None
 
-    def attend(self, rows: LayerRows, plan: ExtendPlan) -> None:
+    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, plan: ExtendPlan, out: Tensor) -> None:
         """As `AttentionPart.attend`."""
         cache = self._cache
-        q, pool = normed_queries(cache, self._settings, rows)
+        q, pool = normed_queries(cache, self._settings, qkv, layer, norms, block)
         tiles, last_seen = plan
-        extend_attention(q, pool, cache.table, tiles, cache.group.window, rows.out.view(q.shape), last_seen=last_seen)
+        extend_attention(q, pool, cache.table, tiles, cache.group.window, out.view(q.shape), last_seen=last_seen)
 
 
 def parts(settings: PartSettings, **_: bool) -> AttentionParts:

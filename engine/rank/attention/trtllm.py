@@ -30,9 +30,9 @@ from torch.nn import functional
 
 from engine.attention.trtllm_mha import TRTLLM_MHA
 from engine.errors import ConfigError
-from engine.geometry import KVGroup
-from engine.rank.attention.base import AttentionParts, LayerRows, PartSettings, normed_queries
-from engine.rank.batch import RowBlock
+from engine.geometry import KVGroup, Layer
+from engine.rank.attention.base import AttentionParts, Norms, PartSettings, normed_queries
+from engine.rank.batch import ForwardBatch
 from engine.rank.kv import ROW_TOKENS, GroupCache
 from kernels.launch import processors
 from kernels.slots import gather_pages
@@ -144,7 +144,7 @@ class TrtllmDecode:
         self._tables = torch.zeros((most, width), dtype=torch.int32, device=settings.device)
         self._lengths = torch.ones(most, dtype=torch.int32, device=settings.device)
 
-    def prepare(self, block: RowBlock) -> TableRows:
+    def prepare(self, block: ForwardBatch) -> TableRows:
         """Make the rows' tables and lengths."""
         cache, count = self._cache, len(block.slots)
         rows = TableRows(self._tables[:count], self._lengths[:count], cache.read_width * cache.group.page)
@@ -154,10 +154,10 @@ class TrtllmDecode:
             self._settings.check(cache.group, rows.tables, block.slots, block.positions, window)
         return rows
 
-    def attend(self, rows: LayerRows, plan: TableRows) -> None:
+    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, plan: TableRows, out: Tensor) -> None:
         """As `AttentionPart.attend`."""
-        q, pool = normed_queries(self._cache, self._settings, rows)
-        call_decode(self._scratch, self._cache.group, q, pool, plan, rows.out.view(q.shape))
+        q, pool = normed_queries(self._cache, self._settings, qkv, layer, norms, block)
+        call_decode(self._scratch, self._cache.group, q, pool, plan, out.view(q.shape))
 
 
 class ChunkRows(NamedTuple):
@@ -176,7 +176,7 @@ class TrtllmExtend:
         check_group(cache.group, settings.heads, scratch.flashinfer.kernels)
         self._cache, self._settings, self._scratch = cache, settings, scratch
 
-    def prepare(self, block: RowBlock) -> ChunkRows:
+    def prepare(self, block: ForwardBatch) -> ChunkRows:
         """Gather the chunks' rows of the page table, with nothing behind their ends, and their running sums."""
         assert block.chunk_list is not None
         slots, _, starts, sizes = block.chunk_list[: len(block.chunks)].T.contiguous()
@@ -190,12 +190,12 @@ class TrtllmExtend:
             self._settings.check(self._cache.group, held, slots, lengths - 1, None)
         return ChunkRows(rows, query_sums, key_sums, max(chunk.size for chunk in block.chunks))
 
-    def attend(self, rows: LayerRows, plan: ChunkRows) -> None:
+    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, plan: ChunkRows, out: Tensor) -> None:
         """As `AttentionPart.attend`."""
         cache, tables, scratch = self._cache, plan.rows, self._scratch
-        q, pool = normed_queries(cache, self._settings, rows)
+        q, pool = normed_queries(cache, self._settings, qkv, layer, norms, block)
         scratch.flashinfer.context(
-            **_arguments(scratch, q, pool, tables, cache.group, rows.out.view(q.shape)),
+            **_arguments(scratch, q, pool, tables, cache.group, out.view(q.shape)),
             max_q_len=plan.longest,
             max_kv_len=tables.max_len,
             batch_size=len(tables.tables),

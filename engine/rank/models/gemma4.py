@@ -62,10 +62,11 @@ class LayerStep:
 
     def of_rows(self, rows: Tensor) -> "LayerStep":
         """The same step with these of its rows alone, as decode rows."""
-        slots, positions, rope = self.batch.row_inputs(rows)
+        width = self.batch.width
+        batch = self.batch.of_rows(rows)
         cache = self.attention.cache
-        pages = cache.gather(slots, positions, cache.page_rows(len(rows) // self.batch.width))
-        batch = ForwardBatch(self.batch.ids[rows], positions, slots, rope, pages, width=self.batch.width)
+        pages = cache.gather(batch.slots, batch.positions, cache.page_rows(len(rows) // width))
+        batch = replace(batch, pages=pages, width=width)
         ple = None if self.ple is None else self.ple[rows]
         plan = self.attention.prepare(batch)
         return replace(self, batch=batch, plan=plan, exchange=self.exchange.of_few_rows(), ple=ple)

@@ -31,7 +31,7 @@ class DraftStage:
     ) -> None:
         self._drafter, self._attention, self._inputs = drafter, attention, inputs
         self._target, self._sampler, self._slots, self._inboxes = sampling.model, sampling.sampler, sampling.slots, sampling.inboxes
-        rows, device = inputs.buckets[-1], self._slots.device
+        rows, device = inputs.shapes.sequences[-1], self._slots.device
         ids, of_slots, *positions = torch.zeros((3 + count, rows), dtype=torch.int32, device=device)
         hidden = ids.new_zeros((rows, self._target.geometry.hidden), dtype=self._target.dtype)
         self._rows = DraftInputs(ids, of_slots, torch.stack(positions), hidden)
@@ -42,7 +42,7 @@ class DraftStage:
         """Returns how many of each sequence's sampled tokens stand, int32 [sequences, padded]; lengths advance by the drafts among
         them, and `draft` goes on from there. chosen: int32 [rows, 2], as sampled; hidden: the batch's final rows."""
         width, slots = batch.width, self._slots
-        rows = self._first_rows(self._inputs.bucket(len(chosen) // width))
+        rows = self._first_rows(self._inputs.shapes.sequences_of(len(chosen) // width))
         verified = Verified(chosen, batch.ids, batch.slots, batch.positions, hidden, width)
         accepted = accept(verified, slots.parameters.stop, slots.lengths, slots.padding, rows)
         if adjusted and width > 1:

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from engine.channel import checksum
-from engine.plan import RESULT_HEAD, ROW_EMPTY, ROW_NAN, PlanView, encode_rows
+from engine.plan import RESULT_HEAD, ROW_EMPTY, ROW_NAN, encode_rows
 from engine.protocol import Logprobs, PromptLogprobs
 from engine.rank.page_check import PageCheck
 from engine.rank.prompt_logprobs import ScoredRows, prompt_rows
-from engine.rank.slots import ResultRows
+from engine.rank.sampler import ResultRows
 from engine.rank.stages.encode_stage import EncodeStage
+from engine.rank.stages.forward_stage import Forwarded
 from engine.rank.stages.sample_stage import StepTokens
-from engine.rank.step_clock import DeviceEvent, StepClock, record_event
+from engine.rank.step_clock import DeviceEvent, elapsed_us, record_event
 from engine.rank.upload import downloaded, staging
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 
@@ -29,6 +30,7 @@ class Launched:
     hashed  the bytes of its plan and of its masks
     rows    those that sample;   scored  those that give logprobs of prompt tokens
     copies  its outputs on the host, by name, once its end has come: that of the copies, or where there are none of its work
+    before  the end of the step before it, None where it says nothing of idleness;   start, end  its own (`step_clock`)
     """
 
     step: int
@@ -36,17 +38,29 @@ class Launched:
     rows: ResultRows
     scored: Sequence[ScoredRows]
     copies: dict[str, Tensor]
-    clock: StepClock
+    before: DeviceEvent | None
+    start: DeviceEvent
+    end: DeviceEvent
     stage: "ReportStage"
 
     @property
     def done(self) -> bool:
         """Whether `result` would return at once."""
-        return self.clock.end.query()
+        return self.end.query()
+
+    @property
+    def busy_us(self) -> int:
+        """Microseconds from the step's start to its end, which has come."""
+        return elapsed_us(self.start, self.end)
+
+    @property
+    def idle_us(self) -> int:
+        """Microseconds that the device stood idle before the step; 0 where that is not known."""
+        return 0 if self.before is None else elapsed_us(self.before, self.start)
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Wait for the step; its outputs by name."""
-        self.clock.end.synchronize()
+        self.end.synchronize()
         return {name: tensor.numpy() for name, tensor in self.copies.items()}
 
     def result(self) -> bytes:
@@ -91,11 +105,11 @@ class Launched:
 
     def _logprobs(self, rows: ResultRows, host: dict[str, np.ndarray], counts: np.ndarray) -> dict[int, list[Logprobs]]:
         """Logprobs of the sampled tokens by result row; counts: each row's tokens."""
-        special, reported = rows.special, defaultdict[int, list[Logprobs]](list)
-        if not special.reported:
+        if not rows.reported:
             return {}
-        words = PromptLogprobs(0, special.alternatives, host["logprobs"].astype("<i4", copy=False).tobytes())
-        for row, (_, one) in zip(special.reported, words.entries(), strict=True):
+        reported = defaultdict[int, list[Logprobs]](list)
+        words = PromptLogprobs(0, rows.alternatives, host["logprobs"].astype("<i4", copy=False).tobytes())
+        for row, (_, one) in zip(rows.reported, words.entries(), strict=True):
             sequence, token = divmod(row, rows.width)
             if token < counts[sequence]:
                 reported[sequence].append(Logprobs(one.chosen, one.top[: rows.logprobs[row]]))
@@ -114,33 +128,26 @@ class ReportStage:
         self._host = staging(device, rows, 2)
         self.last_end: DeviceEvent | None = None  # of the step started last
 
-    def start(
-        self,
-        plan: PlanView,
-        rows: ResultRows,
-        sampled: StepTokens,
-        hidden: Tensor,
-        start: DeviceEvent,
-        hashed: tuple[bytes, bytes],
-    ) -> Launched:
-        """Start the copy of a step's outputs. rows: those that sample; hidden: their final hidden rows; start: the step's start
-        event; hashed: as `Launched` has it."""
+    def start(self, step: Forwarded, rows: ResultRows, sampled: StepTokens, masks: bytes) -> Launched:
+        """Start the copy of a step's outputs. rows: those that sample;   sampled  what they gave;   masks  theirs, if any."""
         pinned = {"chosen": next(self._host)[: len(rows.slots)]}  # the others get new memory
-        copies = {name: downloaded(output, pinned.get(name)) for name, output in self._outputs(sampled, hidden, rows).items()}
-        clock = StepClock(self.last_end if len(plan.rows) else None, start, record_event(self._device))
-        self.last_end = clock.end
-        return Launched(plan.step, hashed, rows, sampled.scored, copies, clock, self)
+        outputs = self._outputs(step, rows, sampled)
+        copies = {name: downloaded(output, pinned.get(name)) for name, output in outputs.items()}
+        before = self.last_end if len(step.plan.rows) else None
+        end = record_event(self._device)
+        self.last_end = end
+        return Launched(step.plan.step, (step.data, masks), rows, step.scored, copies, before, step.start, end, self)
 
-    def _outputs(self, sampled: StepTokens, hidden: Tensor, rows: ResultRows) -> dict[str, Tensor]:
+    def _outputs(self, step: Forwarded, rows: ResultRows, sampled: StepTokens) -> dict[str, Tensor]:
         """Returns the device tensors to copy to the host, by name."""
         count = len(rows.slots)
         outputs: dict[str, Tensor | None] = {
             "violations": None if self.pages is None else self.pages.violations,
             "chosen": sampled.chosen[:count],
             "accepted": None if sampled.accepted is None else sampled.accepted[: count // rows.width],
-            "hidden": hidden[:count].contiguous().view(torch.uint8) if self.debug_hash else None,
+            "hidden": step.hidden[:count].contiguous().view(torch.uint8) if self.debug_hash else None,
             "drafts": sampled.drafts,
             "logprobs": sampled.logprobs,
-            "prompts": sampled.prompts,
+            "prompts": step.prompts,
         }
         return {name: output for name, output in outputs.items() if output is not None}

@@ -17,6 +17,7 @@ from engine.rank.models.layers import Experts, VocabTable
 from engine.rank.runner import Runner
 from engine.rank.step_times import admission_plan
 from engine.rank.weight import Weight
+from engine.step_shapes import StepShapes
 from tests.bench.profiling.loopback import Loopback
 from tests.support.launches import compilations
 
@@ -75,19 +76,21 @@ def build(
     """A loaded rank over pools of random K and V, captured where it can be.
 
     report   hears how long that took
-    batches  of which steps are captured; None: all up to max_seqs
+    batches  of which steps are padded and captured; None: all up to max_seqs
     """
     if isinstance(rank.parallel, Loopback):
         rows = inbox_rows(rank.config, rank.geometry)
         rank = replace(rank, inboxes=rank.parallel.inboxes(rows, rank.geometry.summed_width, rank.model.dtype))
-    runner = build_runner(rank, pages)
+    shapes = StepShapes.of(rank.config)
+    if batches is not None:
+        wanted = {shapes.sequences_of(batch) for batch in batches}
+        shapes = replace(shapes, sizes=tuple(sizes for sizes in shapes.sizes if not sizes.prompts and sizes.decodes in wanted))
+    runner = build_runner(rank, pages, shapes)
     for cache in runner.slots.cache:
         for layer in cache.pool:
             layer[1:].normal_()
     if runner.capturable:
         began = time.monotonic()
-        if batches is not None:
-            runner._mixed_sizes, runner._buckets = [], tuple(sorted({runner._inputs.bucket(batch) for batch in batches}))
         runner.capture()
         report(f"{compilations()} kernels, graphs captured in {time.monotonic() - began:.1f} s")
     return BareRank(**vars(rank), runner=runner)

@@ -9,7 +9,7 @@ import torch
 
 from engine.plan import StepPlan, encode_plan, single_rows
 from engine.rank.graphs import StageGraphs
-from engine.rank.step import StepSizes
+from engine.step_shapes import StepSizes
 from tests.bench.profiling.bare_rank import READ_RATE, BareRank
 
 WARM_STEPS = 8
@@ -42,7 +42,7 @@ def time_step(rank: BareRank, batch: int, context: int, steps: int, step: int) -
     with lengths_kept(rank):
         _, seconds = rank.run(plans)
     graphs = rank.runner.graphs
-    graph_ms = None if graphs is None else replay_ms(rank, partial(replay, graphs, rank.runner._inputs.bucket(batch)), steps)
+    graph_ms = None if graphs is None else replay_ms(rank, partial(replay, graphs, rank.runner.shapes.sequences_of(batch)), steps)
     floor_ms = 1e3 * rank.step_bytes(batch, context) / READ_RATE
     return StepTime(batch, context, 1e3 * seconds / len(plans), graph_ms, floor_ms)
 
@@ -64,9 +64,9 @@ def replay_ms(rank: BareRank, step: Callable[[], object], steps: int) -> float:
 
 def replay(graphs: StageGraphs, rows: int, width: int = 1) -> None:
     """A decode step without its drafts."""
-    sizes = StepSizes.decoding(rows)
-    graphs.replay("forward", sizes, width)
-    graphs.replay("argmax", sizes, width)
+    sizes = StepSizes.decoding(rows, width)
+    graphs.replay("forward", sizes)
+    graphs.replay("argmax", sizes)
 
 
 @contextmanager

@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from cluster.attention_choice import choose_attention
 from engine.attention import BACKENDS
@@ -20,9 +22,9 @@ from engine.attention.flashinfer_files import FlashInferFiles
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.rank.attention import attention_backend
-from engine.rank.attention.base import AttentionParts, LayerRows, PartSettings
+from engine.rank.attention.base import AttentionParts, PartSettings
 from engine.rank.attention.paged import ExtendPlan, PagedDecode, PagedExtend
-from engine.rank.batch import RowBlock
+from engine.rank.batch import ForwardBatch
 from engine.rank.kv import KVCache
 from engine.rank.parallel import Single
 from engine.rank.start_checks import check_attention
@@ -41,11 +43,11 @@ class FakeDecode(PagedDecode):
     rows = 0
     error = 0.0
 
-    def attend(self, rows: LayerRows, _plan: None) -> None:
+    def attend(self, qkv: Tensor, *rest: Any) -> None:
         """As `AttentionPart.attend`."""
-        super().attend(rows, None)
-        FakeDecode.rows += len(rows.qkv)
-        rows.out.add_(self.error)
+        super().attend(qkv, *rest)
+        FakeDecode.rows += len(qkv)
+        rest[-1].add_(self.error)
 
 
 class CausalExtend(PagedExtend):
@@ -53,7 +55,7 @@ class CausalExtend(PagedExtend):
 
     rows = 0
 
-    def prepare(self, block: RowBlock) -> ExtendPlan:
+    def prepare(self, block: ForwardBatch) -> ExtendPlan:
         """As `AttentionPart.prepare`."""
         CausalExtend.rows += len(block.slots)
         return super().prepare(replace(block, last_seen=None))

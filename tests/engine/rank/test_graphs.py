@@ -1,5 +1,6 @@
 """What is captured, and what is run before; the capture itself is for GPUs (tests/gpu)."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -12,7 +13,7 @@ from engine.rank import runner as rank_runner
 from engine.rank.builder import build
 from engine.rank.runner import Runner
 from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS
-from engine.rank.step import StepSizes
+from engine.step_shapes import StepShapes, StepSizes
 from tests.conftest import Nano
 from tests.support.engine import drafters
 from tests.support.engine.answers import answers, requests, texts
@@ -29,13 +30,13 @@ def test_steps_with_drafts_are_replayed(nano: Nano, tmp_path: Path, monkeypatch:
     before are verified."""
     folder = drafters.fill(nano("e2b"), tmp_path)
     config = config_of(nano("e2b"), 1, mtp={"model": str(folder), "drafts": 3})
-    eager, captured, wrong = (build(single(config), PAGES) for _ in range(3))
+    sizes = tuple(StepSizes.decoding(rows, width) for rows in range(1, config.max_seqs + 1) for width in config.widths)
+    shapes = replace(StepShapes.of(config), sizes=sizes)
+    eager, captured, wrong = (build(single(config), PAGES, shapes) for _ in range(3))
     monkeypatch.setattr(rank_runner, "StageGraphs", Rerun)
     monkeypatch.setattr(rank_runner.torch.cuda, "synchronize", lambda _: None)
-    for made in (eager, captured, wrong):
-        made._widths = (1, 4)
     for made in (captured, wrong):
-        made._inputs.upload(read_plan(encode_plan(StepPlan(0, rows=single_rows([0])))))  # on the null page
+        made.inputs.upload(read_plan(encode_plan(StepPlan(0, rows=single_rows([0])))))  # on the null page
         made.capture()
         made.slots.lengths.zero_()
         for cache in made.slots.cache:
@@ -46,8 +47,8 @@ def test_steps_with_drafts_are_replayed(nano: Nano, tmp_path: Path, monkeypatch:
     assert texts(given) == texts(expected)
     assert captured.state_hash == eager.state_hash
     found = captured.graphs
-    assert {(stage, width) for stage, _, width in found.replayed} >= {("forward", 4), ("draft", 4), ("small_top_k", 4)}
-    assert {width for stage, _, width in found.replayed if stage == "draft"} == {4}
+    assert {(stage, sizes.width) for stage, sizes in found.replayed} >= {("forward", 4), ("draft", 4), ("small_top_k", 4)}
+    assert {sizes.width for stage, sizes in found.replayed if stage == "draft"} == {4}
     stages = wrong.graphs
     stages.stages = {key: (run, kept) if key[0] != "draft" else (lambda: None, None) for key, (run, kept) in stages.stages.items()}
     given, _, _ = answers(partial(run, wrong), config, asked)
@@ -61,19 +62,17 @@ def test_each_sampler_is_warmed_behind_a_forward(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(graphs, "torch", MagicMock())
     monkeypatch.setattr(rank_runner.torch.cuda, "synchronize", lambda _: None)
     ran = []
-    runner = Runner.__new__(Runner)
-    runner._device, runner._inputs, runner.draft_stage, runner._inboxes = MagicMock(), MagicMock(), None, None
-    runner._widths = runner._mixed_widths = (1,)
-    runner.forward_stage, runner.sample_stage = MagicMock(), MagicMock()
-    runner.forward_stage.padded = lambda sizes, *_: ran.append(f"forward {sizes.decodes}") or (sizes, None)
+    one, eight, four = map(StepSizes.decoding, (1, 8, 4))
+    stage = MagicMock(inboxes=None)
+    other = MagicMock()
+    runner = Runner(StepShapes((one, eight), 8, 8), other, other, stage, other, None, other, other, capturable=True)
+    stage.padded = lambda sizes: ran.append(f"forward {sizes.decodes}") or (sizes, None)
     runner._sampled_by = lambda name, sizes, _: ran.append(f"{name} {sizes.decodes}")  # type: ignore[method-assign,assignment,return-value]
-    runner._mixed_sizes, runner._buckets = [], (1, 8)
     runner.capture()
     made = runner.graphs
     warmed = [entry for name in LARGEST_SAMPLERS for entry in ("forward 8", f"{name} 8")]
     recorded = ["forward 8", *(f"{name} 8" for name in SAMPLERS)]
     assert ran == [*warmed, *recorded, *(name.replace("8", "1") for name in warmed + recorded)]
-    eight, four = map(StepSizes.decoding, (8, 4))
-    assert made.replay("forward", eight, 1) == (eight, None)
+    assert made.replay("forward", eight) == (eight, None)
     with pytest.raises(KeyError):
-        made.replay("forward", four, 1)
+        made.replay("forward", four)

@@ -2,31 +2,29 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 from torch import Tensor
 
 from deploy.models.resolve import resolve
-from engine.plan import StepPlan, StepResult, encode_plan, read_plan, single_rows
+from engine.plan import Admission, StepPlan, StepResult
+from engine.protocol import SamplingParams
 from engine.rank import runner, step
 from engine.rank.builder import build
-from engine.rank.parallel import Inboxes
-from engine.rank.prompt_logprobs import PromptScoring
 from engine.rank.runner import Runner
-from engine.rank.stages.forward_stage import FinalRows
-from engine.rank.step import MOST_PADDED_CHUNKS, StepSizes
+from engine.rank.stages.forward_stage import Forwarded
+from engine.step_shapes import MOST_PADDED_CHUNKS, StepSizes
 from kernels.chunks import chunk_inputs
 from tests.engine.rank.test_graphs import Rerun
 from tests.golden.record import load
 from tests.support.engine.answers import answers, requests, texts
 from tests.support.engine.plan_stream import logprob_error
 from tests.support.engine.ranks import run, single
-from tests.support.engine.recording import PAGES, config_of, tokens_of
+from tests.support.engine.recording import PAGES, config_of, padded_shapes, tokens_of
 
 pytestmark = pytest.mark.cpu
 
@@ -35,21 +33,21 @@ PLANS = load()[0][:70]  # of the committed stream
 Nano = Callable[[str], Path]
 
 
-def replayed(folder: Path, *, padded: bool) -> tuple[list[StepResult], list[Tensor], Counter[object]]:
+def replayed(folder: Path, *, padded: bool) -> tuple[list[StepResult], list[Tensor], Counter[StepSizes]]:
     """The stream: results, final hidden rows of each step, and how often each size was run."""
-    made, hidden, sizes = build(single(config_of(folder, 1)), PAGES), [], Counter[object]()
-    made._pads_chunks = padded
-    start, padded_forward = made.report_stage.start, made._padded_forward
+    config, hidden, sizes = config_of(folder, 1), [], Counter[StepSizes]()
+    made = build(single(config), PAGES, padded_shapes(config) if padded else None)
+    start, forward = made.report_stage.start, made.forward_stage.padded
 
-    def seen(plan: Any, rows: Any, sampled: Any, final: Tensor, *rest: Any) -> Any:
-        hidden.append(final[: len(rows.slots)].clone())
-        return start(plan, rows, sampled, final, *rest)
+    def seen(step: Forwarded, rows: Any, *rest: Any) -> Any:
+        hidden.append(step.hidden[: len(rows.slots)].clone())
+        return start(step, rows, *rest)
 
-    def counted(size: StepSizes, *rest: Any) -> FinalRows:
+    def counted(size: StepSizes) -> Any:
         sizes[size] += 1
-        return padded_forward(size, *rest)
+        return forward(size)
 
-    made.report_stage.start, made._padded_forward = seen, counted
+    made.report_stage.start, made.forward_stage.padded = seen, counted
     return [run(made, plan) for plan in PLANS], hidden, sizes
 
 
@@ -92,11 +90,9 @@ def test_padded_steps_are_replayed(nano: Nano, monkeypatch: pytest.MonkeyPatch) 
     """Forward and sampler of a padded step are graphs of its sizes, and replays give the eager steps' state; with the rows of the
     step before they do not."""
     config = config_of(nano("31b"), 1)
-    eager, captured, wrong = (build(single(config), PAGES) for _ in range(3))
+    eager, captured, wrong = (build(single(config), PAGES, padded_shapes(config)) for _ in range(3))
     monkeypatch.setattr(runner, "StageGraphs", Rerun)
     monkeypatch.setattr(runner.torch.cuda, "synchronize", lambda _: None)
-    for made in (eager, captured, wrong):
-        made._pads_chunks = True
     for made in (captured, wrong):
         made.capture()
         made.slots.lengths.zero_()
@@ -105,7 +101,7 @@ def test_padded_steps_are_replayed(nano: Nano, monkeypatch: pytest.MonkeyPatch) 
     assert [run(captured, plan).step for plan in PLANS] == [run(eager, plan).step for plan in PLANS]
     assert captured.state_hash == eager.state_hash
     graphs = captured.graphs
-    replayed = {stage for stage, sizes, _ in graphs.replayed if sizes.prompts}
+    replayed = {stage for stage, sizes in graphs.replayed if sizes.prompts}
     assert replayed >= {"forward", "argmax", "small_top_k"}
     stages = wrong.graphs
     for key, (_, kept) in stages.stages.items():
@@ -118,8 +114,7 @@ def test_padded_steps_are_replayed(nano: Nano, monkeypatch: pytest.MonkeyPatch) 
 
 def drafting(config: Any, *, captured: bool) -> Runner:
     """Steps with chunks are padded as on a GPU."""
-    made = build(single(config), PAGES)
-    made._pads_chunks, made._widths, made._mixed_widths = True, config.widths, config.widths
+    made = build(single(config), PAGES, padded_shapes(config))
     if captured:
         made.capture()
         made.slots.lengths.zero_()
@@ -144,37 +139,23 @@ def test_drafts_are_verified_beside_chunks(nano: Nano, monkeypatch: pytest.Monke
         assert texts(given) == texts(expected)
     assert captured.state_hash == eager.state_hash
     graphs = captured.graphs
-    forwards = {width for stage, size, width in graphs.replayed if stage == "forward" and size.prompts}
+    forwards = {sizes.width for stage, sizes in graphs.replayed if stage == "forward" and sizes.prompts}
     assert forwards == {1, 1 + DRAFTS}
     monkeypatch.setattr(step, "chunk_inputs", early)
     wrong = texts(answers(partial(run, eager), config, asked[:3], every=1)[0])
     assert wrong != {number: texts(expected)[number] for number in wrong}
 
 
-def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
-    """Chunks whose prompts' logprobs are wanted, and steps of more rows or chunks than any size has; where layers share K and V, or
-    ranks norm own rows, there are larger ones."""
-    made, sharing = (build(single(config_of(nano(member), 1, prefill_budget=3500)), PAGES) for member in ("31b", "e2b"))
-    inboxes = Inboxes(MagicMock(), MagicMock(), MagicMock())
-    by_rows = build(replace(single(config_of(nano("31b"), 1, prefill_budget=4096)), inboxes=inboxes), PAGES)
-    made._pads_chunks = sharing._pads_chunks = by_rows._pads_chunks = True
-
-    def padded(*chunks: tuple[int, ...], spans: list[tuple[int, ...]] | None = None, rows: int = 0) -> StepSizes | None:
-        plan = StepPlan(1, chunks=list(chunks), spans=spans or [], rows=single_rows(range(rows)))
-        return made._padded_sizes(read_plan(encode_plan(plan)))
-
-    chunk = (0, 3, 20, 19, 0, 0)
-    assert padded(chunk) == (32, MOST_PADDED_CHUNKS, 0, 4)
-    assert padded(chunk, rows=1) == (32, MOST_PADDED_CHUNKS, 4, 4)
-    assert padded((0, 0, 2048, 2048, 0, 0)) == (2048, MOST_PADDED_CHUNKS, 0, 4)
-    assert padded((0, 0, 2049, 2049, 0, 0)) is None
-    large = read_plan(encode_plan(StepPlan(1, chunks=[(0, 0, 2049, 2049, 0, 0)])))
-    assert sharing._padded_sizes(large) == by_rows._padded_sizes(large) == (2560, 20, 0, 4)
-    many = read_plan(encode_plan(StepPlan(1, chunks=[(slot, 0, 150, 150, 0, 0) for slot in range(MOST_PADDED_CHUNKS + 4)])))
-    full = read_plan(encode_plan(StepPlan(1, chunks=[(0, 0, 3500, 3500, 0, 0)])))  # of the budget
-    assert sharing._padded_sizes(full) == (3500, 27, 0, 4)
-    assert by_rows._padded_sizes(many) == (3072, 24, 0, 4)
-    assert padded(*((slot, 0, 1, 1, 0, 0) for slot in range(MOST_PADDED_CHUNKS + 1))) is None
-    assert padded((0, 3, 20, 19, 0, 1), spans=[(4, 6)]) == padded(chunk), "an image is no case of its own"
-    made.slots.prompt_scorings[0] = PromptScoring(1, 9, 0)
-    assert padded(chunk) is None
+def test_steps_that_score_prompts_are_not_padded(nano: Nano) -> None:
+    """The host must know which rows give logprobs of prompt tokens; the same chunk without is padded."""
+    config = config_of(nano("31b"), 1)
+    made = build(single(config), PAGES, padded_shapes(config))
+    forward, ran = made.forward_stage.padded, []
+    made.forward_stage.padded = lambda sizes: ran.append(sizes) or forward(sizes)
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0)
+    for number, asked in enumerate((params, msgspec.structs.replace(params, prompt_logprobs=None)), 1):
+        admission = Admission(0, number, tuple(range(10, 30)), 20, asked)
+        plan = StepPlan(number, admissions=[admission], chunks=[(0, 0, 20, 19, 0, 0)], appends=[(0, 0, 0, 1), (1, 0, 0, 1)])
+        result = run(made, plan)
+        assert bool(result.prompts) == (asked is params)
+        assert ran == ([] if asked is params else [(32, MOST_PADDED_CHUNKS, 0, 4, 1)])

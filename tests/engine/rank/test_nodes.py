@@ -1,18 +1,21 @@
 """A decode step as its launches, listed for an H200 without one: how many there are, and that each compiles."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.config import engine_config
+from engine.config import EngineConfig, engine_config
 from engine.plan import StepPlan, encode_plan, read_plan
-from engine.rank import runner as rank_runner
 from engine.rank.builder import build, load_rank
 from engine.rank.parallel import FirstOfGroup
 from engine.rank.runner import Runner
+from engine.rank.stages.forward_stage import Forwarded
 from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS
+from engine.rank.step_clock import HostEvent
+from engine.step_shapes import StepShapes, StepSizes, mixed_widths
 from kernels.slots import gather_pages
 from tests.nano.random_models import model_folder
 from tests.support.compiled import compile_node
@@ -44,7 +47,7 @@ def test_decode_rows_behind_a_chunk_need_no_variants_of_their_own() -> None:
     assert len(variants(nodes)) == 2
 
 
-def started(member: str, folder: Path) -> tuple[Runner, set[str]]:
+def started(member: str, folder: Path, shapes: Callable[[EngineConfig], StepShapes]) -> tuple[Runner, set[str]]:
     """A rank of four, with a drafter, on the meta device, and the variants of all that it launches before it is ready."""
     model = model_folder(member)
     config = engine_config(
@@ -53,7 +56,7 @@ def started(member: str, folder: Path) -> tuple[Runner, set[str]]:
     )  # fmt: skip
     with record(target=(9, 0)) as nodes, torch.inference_mode():
         rank = load_rank(config, FirstOfGroup(config.tp), META, checked=False)
-        runner = build(rank, [2 for _ in config.kv_groups])
+        runner = build(rank, [2 for _ in config.kv_groups], shapes(config))
         runner.list_launches(0, 1)
     return runner, variants(nodes)
 
@@ -63,10 +66,10 @@ def met(runner: Runner, prompts: int, decodes: int, width: int) -> set[str]:
     rows = [(slot, width, 0) for slot in range(decodes)]
     plan = read_plan(encode_plan(StepPlan(1, chunks=[(decodes, 0, prompts, prompts - 1, 0, 0)], rows=rows)))
     with record(target=(9, 0)) as nodes, torch.inference_mode():
-        runner._inputs.upload(plan)
-        final = runner.forward_stage.eager(plan, {}, width, runner.encode_stage)
-        special = runner.slots.result_rows(plan.result_slots, plan.step, width).special
-        runner._sampled(final.batch, final.hidden, special, adjusted=False)
+        runner.inputs.upload(plan)
+        step = Forwarded(plan, b"", HostEvent(), None, runner.inputs.plan[:0])
+        runner._forward_unpadded(step, StepSizes.of(plan))
+        runner._sampled(step.batch, step.hidden, runner.slots.result_rows(plan.result_slots, plan.step, width))
     return variants(nodes)
 
 
@@ -76,14 +79,18 @@ def test_a_step_of_any_size_needs_no_variants_but_those_of_the_start(
 ) -> None:
     """Whatever the prompt tokens of a step, its decode rows and their drafts. Planted fault: where no step with prompts is
     captured, prefills of a whole budget alone leave more to be compiled while requests wait than prefills of several sizes do."""
-    runner, ready = started(member, tmp_path)
+    runner, ready = started(member, tmp_path, StepShapes.of)
     sizes = ((1, 0), (1, 3), (3, 0), (7, 2), (13, 3), (31, 1), (50, 2), (64, 0), (97, 6), (200, 1), (509, 3), (600, 5), (1001, 7))
-    some = set().union(*(met(runner, *size, width) for size in sizes for width in runner._mixed_widths))
+    some = set().union(*(met(runner, *size, width) for size in sizes for width in mixed_widths(runner.shapes.widths)))
     assert some <= ready, "\n".join(sorted(some - ready))
-    monkeypatch.setattr(Runner, "_mixed_sizes", [])
-    late = some - started(member, tmp_path)[1]
-    monkeypatch.setattr(rank_runner, "warm_rows", lambda size: (size,))
-    later = some - started(member, tmp_path)[1]
+
+    def unpadded(config: EngineConfig) -> StepShapes:
+        shapes = StepShapes.of(config)
+        return replace(shapes, sizes=tuple(sizes for sizes in shapes.sizes if not sizes.prompts))
+
+    late = some - started(member, tmp_path, unpadded)[1]
+    monkeypatch.setattr(StepShapes, "warm_rows", property(lambda shapes: (shapes.longest,)))
+    later = some - started(member, tmp_path, unpadded)[1]
     assert late < later
 
 

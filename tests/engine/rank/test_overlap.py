@@ -19,7 +19,6 @@ from engine.geometry import KVGroup
 from engine.lifeline import BootArgs
 from engine.plan import StepPlan, encode_plan, encode_rows, read_plan
 from engine.protocol import MediaItem
-from engine.rank.step_clock import HostEvent, StepClock
 from engine.rank.worker import Worker
 from engine.rank_status import STATUS_BYTES, EncoderFigures, StatusBlock
 from engine.step_media import RECORD_BYTES, MediaReader, write_media
@@ -67,7 +66,8 @@ class SlowStep:
     step: int
     rows: np.ndarray
     end: float
-    clock: StepClock = field(default_factory=lambda: StepClock(None, HostEvent(), HostEvent()))  # type: ignore[arg-type]
+    busy_us: int = 0
+    idle_us: int = 0
 
     @property
     def done(self) -> bool:

@@ -19,7 +19,7 @@ from engine.rank import runner as rank_runner
 from engine.rank.batch import ForwardBatch
 from engine.rank.builder import Rank, build
 from engine.rank.runner import Runner
-from engine.rank.sampler import SpecialRows
+from engine.rank.sampler import ResultRows
 from engine.rank.stages.report_stage import Launched
 from engine.step_masks import encode_masks
 from engine.step_media import MediaReader
@@ -76,10 +76,10 @@ def first_plan(params: tuple[SamplingParams, SamplingParams] = (GREEDY, SAMPLED)
 def test_a_part_that_did_not_come_while_steps_were_captured_ends_the_start(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inboxes' error flag is looked at behind the capture, not by the first request; without it the start goes on."""
     allreduce = SimpleNamespace(failed=False)
-    monkeypatch.setattr(runner, "_steps", lambda: ())
+    monkeypatch.setattr(runner, "_captured", lambda: ())
     monkeypatch.setattr(rank_runner, "StageGraphs", MagicMock())
     monkeypatch.setattr(rank_runner.torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(runner, "_inboxes", SimpleNamespace(allreduce=allreduce))
+    monkeypatch.setattr(runner.forward_stage, "inboxes", SimpleNamespace(allreduce=allreduce))
     runner.capture()
     allreduce.failed = True
     with pytest.raises(RuntimeError, match="did not come in time while decode steps were captured"):
@@ -107,7 +107,12 @@ def test_media_are_read_before_masks_are_waited_for(rank: Rank, masked: bool, mo
     """A step's encodes begin, and its media are read, once it is launched; if it waits for masks, before: the core makes none while
     the media's ring is full."""
     made, phases, phase = build(rank, PAGES), list[str](), "forward"
-    monkeypatch.setattr(made, "_encode", lambda plan, media: phases.extend([phase] * (media is not None)))
+
+    def begun(slots: list[int], media: MediaReader) -> None:
+        assert slots == [3]
+        phases.append(phase)
+
+    monkeypatch.setattr(made.encode_stage, "encode", begun)
     plan = msgspec.structs.replace(first_plan(), encodes=[(3, 200, 4, 0)], masked=masked)
     step, phase = made.forward(encode_plan(plan), media_of()), "sample"
     made.sample(step, encode_masks(plan.step, {}, 1) if masked else b"").finish()
@@ -123,9 +128,9 @@ def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, m
     stage, forward = runner.sample_stage, runner.forward_stage.model.states
     report, sample = stage.prompt_logprobs, stage.sampler.sample
 
-    def seen_sampling(logits: Tensor, batch: SamplingBatch, inbox: None, special: SpecialRows) -> tuple[Tensor, Tensor | None]:
-        sampled.append((len(logits), batch.adjustments is not None, special))
-        return sample(logits, batch, inbox, special)
+    def seen_sampling(logits: Tensor, batch: SamplingBatch, inbox: None, asked: ResultRows) -> tuple[Tensor, Tensor | None]:
+        sampled.append((len(logits), batch.adjustments is not None, asked))
+        return sample(logits, batch, inbox, asked)
 
     def seen(batch: ForwardBatch, *rest: object) -> tuple[Tensor, Tensor]:
         sizes.append(batch.rows)
@@ -141,8 +146,8 @@ def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, m
         patch.setattr(stage.sampler, "sample", seen_sampling)
         runner.warm()
     assert sizes == [1, 1, 1, 1, 2, 4, 8, 16, 32, 64, 128, 256, 256, 256]
-    most = SpecialRows(small_top_k=True, filtered=range(3), reported=range(3), alternatives=MAX_ALTERNATIVES)
-    assert sampled[:2] == [(3, False, most), (3, True, most)]
+    most = ResultRows(small_top_k=True, filtered=range(3), reported=range(3), alternatives=MAX_ALTERNATIVES)
+    assert sampled[:2] == [(3, False, most), (3, True, replace(most, adjusted=True))]
     assert [rows for rows, adjusted, _ in sampled if adjusted] == [3, 2, 1]
     assert not any(bool(group.pool.any() or group.table.any()) for group in runner.slots.cache)
     assert not runner.slots.lengths.any()

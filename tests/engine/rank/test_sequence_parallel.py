@@ -22,7 +22,7 @@ from torch import Tensor
 import kernels.sequence_parallel
 from engine.config import EngineConfig, Mtp
 from engine.geometry import kv_groups, read_geometry
-from engine.memory import INBOX_BYTES, exchange_bytes, inbox_rows, sequence_rows
+from engine.memory import INBOX_BYTES, exchange_bytes, inbox_rows
 from engine.rank.attention import attention_backend
 from engine.rank.batch import Chunk, eager_batch
 from engine.rank.kv import GroupCache, KVCache
@@ -32,6 +32,7 @@ from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Inboxes, Parallel, check_own_rows, make_inboxes
 from engine.rank.products import Peers
 from engine.rank.stages.forward_stage import ForwardStage
+from engine.step_shapes import sequence_rows
 from kernels.allreduce import MappedCollectives, shared_bytes
 from kernels.fused_allreduce_norm import AllReduceInbox
 from kernels.sequence_parallel import SequenceParallel

@@ -14,9 +14,10 @@ from engine.protocol import SamplingParams
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.parallel import Single
-from engine.rank.sampler import Sampler, SpecialRows
-from engine.rank.slots import ResultRows, SlotState
-from engine.rank.step import StepBuffers, StepSizes, chunks_of
+from engine.rank.sampler import ResultRows, Sampler
+from engine.rank.slots import SlotState
+from engine.rank.step import StepBuffers, chunks_of
+from engine.step_shapes import StepShapes, StepSizes
 from kernels.sampling_batch import SMALL_TOP_K
 from tests.support.engine.plans import DecodeRow, PageAppend, PageRelease, PrefillChunk, decode_slots
 
@@ -33,7 +34,8 @@ class Rank:
     def __init__(self) -> None:
         caches = [GroupCache(group, PAGES, SLOTS + 1, MAX_LEN, CPU) for group in GROUPS]
         self.slots = SlotState(SLOTS, MAX_LEN, KVCache(caches), range(64), CPU)
-        self.step = StepBuffers(self.slots, {}, SLOTS * MAX_LEN, tuple(range(1, SLOTS + 1)))
+        sizes = tuple(map(StepSizes.decoding, range(1, SLOTS + 1)))
+        self.step = StepBuffers(self.slots, {}, StepShapes(sizes, SLOTS * MAX_LEN, MAX_LEN))
 
     def run(self, plan: StepPlan, padding: int = 0) -> ForwardBatch | None:
         """The plan, through its bytes, into the tables; its inputs, decode rows alone with `padding` rows behind them."""
@@ -195,7 +197,7 @@ def test_sampling_parameters_live_with_their_tenant() -> None:
     )
     rank.run(plan)
     rows, parameters = rank.results(plan), rank.slots.parameters
-    assert rows.special == SpecialRows(small_top_k=True, filtered=[], reported=[1], alternatives=4)
+    assert (rows.small_top_k, rows.filtered, rows.reported, rows.alternatives) == (True, [], [1], 4)
     assert rows.logprobs == [None, 4]
     assert parameters.integers[[2, 0]].tolist() == [[0, 0, 4], [seed, 5, 4]]
     assert torch.equal(parameters.floats[[2, 0]], torch.tensor([[0.0, 1.0, 0.0], [0.7, 0.9, 0.1]]))
@@ -203,7 +205,8 @@ def test_sampling_parameters_live_with_their_tenant() -> None:
     assert list(rank.slots.prompt_scorings) == [0]
     again = StepPlan(2, admissions=[Admission(0, 3, [1], 1, second)], chunks=[PrefillChunk(0, 0, 1, 0)])
     rank.run(again)
-    assert rank.results(again).special == SpecialRows(reported=[], filtered=[])
+    rows = rank.results(again)
+    assert (rows.small_top_k, rows.filtered, rows.reported, rows.alternatives) == (False, [], [], 0)
     assert set(parameters.stop[0].tolist()) == {-1, 9}
     assert not rank.slots.prompt_scorings
     assert parameters.integers[0].tolist() == [0, 0, 2]
@@ -228,7 +231,8 @@ def test_which_op_filters_a_row(params: dict[str, float], small: bool, other: li
     sampling = SamplingParams(**({"max_tokens": 1, "temperature": 1.0} | params))
     plan = StepPlan(1, admissions=[Admission(1, 1, [5, 6], 2, sampling)], chunks=[PrefillChunk(1, 0, 2, 1)])
     rank.run(plan)
-    assert rank.results(plan).special == SpecialRows(small, other, [])
+    rows = rank.results(plan)
+    assert (rows.small_top_k, rows.filtered, rows.reported) == (small, other, [])
 
 
 def test_stop_ids_are_masked_until_min_tokens_are_out() -> None:

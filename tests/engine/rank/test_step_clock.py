@@ -10,7 +10,9 @@ from deploy.models.resolve import resolve
 from engine.plan import encode_plan
 from engine.rank import step_clock
 from engine.rank.builder import build
-from engine.rank.step_clock import StepClock, Stopwatch, record_event
+from engine.rank.sampler import ResultRows
+from engine.rank.stages.report_stage import Launched
+from engine.rank.step_clock import Stopwatch, record_event
 from tests.golden.record import load
 from tests.support.engine.ranks import single
 from tests.support.engine.recording import PAGES, config_of
@@ -32,9 +34,9 @@ class Event:
         return end.at - self.at
 
 
-def clock(before: float | None, start: float, end: float) -> StepClock:
+def clock(before: float | None, start: float, end: float) -> Launched:
     events = [None if at is None else Event(at) for at in (before, start, end)]
-    return StepClock(*events)  # type: ignore[arg-type]
+    return Launched(1, (b"", b""), ResultRows(), (), {}, *events, stage=None)  # type: ignore[arg-type]
 
 
 def test_busy_and_idle() -> None:
@@ -59,7 +61,7 @@ def test_a_cpu_step_took_as_long_as_its_launch() -> None:
     launched = made.launch(encode_plan(load()[0][0]))
     time.sleep(0.02)
     launched.result()
-    first, late = (clock.busy_us for clock in (launched.clock, replace(launched.clock, end=record_event(rank.device))))
+    first, late = (step.busy_us for step in (launched, replace(launched, end=record_event(rank.device))))
     assert 20_000 <= first <= late - 20_000
 
 

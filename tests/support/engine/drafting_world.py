@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.core.drafting import Drafting
 from engine.lifeline import Points
-from engine.memory import buckets
+from engine.step_shapes import buckets
 
 OPTIONS = (0, 1, 2, 3, 5, 7)
 SIZES = buckets(256)

@@ -17,11 +17,12 @@ from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import FirstOfGroup, make_inboxes
-from engine.rank.sampler import Sampler, SpecialRows
+from engine.rank.sampler import ResultRows, Sampler
 from engine.rank.slots import SlotState
 from engine.rank.stages.draft_stage import DraftStage
 from engine.rank.stages.sample_stage import SampleStage
 from engine.rank.step import LAYOUT, StepBuffers
+from engine.step_shapes import StepShapes, StepSizes
 from kernels.chunks import ResultInputs, StepRows, chunk_inputs
 from kernels.sampling_batch import SlotParameters
 from kernels.slots import apply_plan, decode_inputs, rotary_table
@@ -86,7 +87,8 @@ def drafts(member: str, rows: int, count: int) -> tuple[Node, ...]:
         assistant = read_assistant(drafters.write(model_folder(f"dummy:{member}"), Path(folder)), shape)
     drafter, stage = Assistant(assistant, FirstOfGroup(TP), torch.bfloat16, META), sampling(shape, count)
     allocate(drafter, ASSISTANT_TENSORS)
-    inputs = StepBuffers(stage.slots, frequencies_of(shape.layers, META), 512, (rows,), 1 + count)
+    shapes = StepShapes((StepSizes.decoding(rows, 1 + count),), 512, 512)
+    inputs = StepBuffers(stage.slots, frequencies_of(shape.layers, META), shapes)
     attention = attention_backend(None, assistant, stage.slots.cache, TP, (rows,))
     drafting, (batch, hidden) = DraftStage(drafter, count, attention, inputs, stage), final(shape, rows, 1 + count)
     with record(target=(9, 0)) as nodes:
@@ -116,8 +118,8 @@ def sampled(member: str, name: str, rows: int, width: int) -> tuple[Node, ...]:
     shape = geometry(member)
     stage = sampling(shape, width - 1)
     with record(target=(9, 0)) as nodes:
-        special = SpecialRows(small_top_k=name.endswith("small_top_k"))
-        stage.sample(int32(4096) if name.startswith("adjusted") else None, *final(shape, rows, width), special)
+        asked = ResultRows(small_top_k=name.endswith("small_top_k"), adjusted=name.startswith("adjusted"))
+        stage.sample(int32(4096), *final(shape, rows, width), asked)
     return tuple(nodes)
 
 

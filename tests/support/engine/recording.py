@@ -1,7 +1,7 @@
 """Plan streams recorded from a real scheduler over one rank, and what replays of them are compared by."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from engine.plan import StepPlan, StepResult, encode_plan
 from engine.protocol import GenerateRequest
 from engine.rank.builder import build
 from engine.rank.runner import Runner
+from engine.step_shapes import StepShapes, StepSizes, mixed_sizes, prompt_rows
 from tests.support.engine.answers import MAX_TOKENS, answers, constrained, request
 from tests.support.engine.plans import decode_plan, result_rows
 from tests.support.engine.ranks import Ranks, run, single
@@ -31,6 +32,13 @@ def config_of(folder: Path, tp: int, **changes: Any) -> EngineConfig:
         "step_timeout_s": 15.0,
     }
     return engine_config(**(settings | SETTINGS | changes))
+
+
+def padded_shapes(config: EngineConfig) -> StepShapes:
+    """Sizes of steps on a CPU, but that those with chunks are padded too, and tokens of a sequence, as on a GPU."""
+    decoding = [StepSizes.decoding(rows, width) for rows in range(1, config.max_seqs + 1) for width in config.widths]
+    mixed = mixed_sizes(prompt_rows(config), config.max_seqs, config.widths)
+    return replace(StepShapes.of(config), sizes=(*decoding, *mixed))
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,6 @@ class Rerun:
         self.stages[key] = run, run()
         return self.stages[key][1]
 
-    def __contains__(self, key: Any) -> bool:
-        return key in self.stages
-
     def replay(self, *key: Any) -> Any:
         run, kept = self.stages[key]
         self.replayed.add(key)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.protocol import Logprobs, PromptLogprobs
 from engine.rank.parallel import Single
-from engine.rank.sampler import Sampler, SpecialRows
+from engine.rank.sampler import ResultRows, Sampler
 from kernels import sample
 from kernels.choose import ROW_HAS_NAN, ROW_NO_TOKEN
 from kernels.sampling_batch import SMALL_TOP_K, SamplingBatch, SlotParameters
@@ -49,10 +49,10 @@ class SampledRows:
         return ~self.greedy & (self.top_k == 0) & (self.top_p >= 1) & (self.min_p == 0)
 
     @property
-    def special(self) -> SpecialRows:
+    def special(self) -> ResultRows:
         small = ~self.greedy & (self.top_k > 0) & (self.top_k <= SMALL_TOP_K)
         counts = [count for count in self.logprobs if count is not None]
-        return SpecialRows(
+        return ResultRows(
             small_top_k=bool(small.any()),
             filtered=(~self.greedy & ~self.plain & ~small).nonzero().flatten().tolist(),
             reported=[row for row, count in enumerate(self.logprobs) if count is not None],
@@ -92,7 +92,7 @@ class Drawn:
 
 
 def drawn(
-    sampler: Sampler, mine: Tensor, rows: SampledRows, batch: SamplingBatch | None = None, special: SpecialRows | None = None
+    sampler: Sampler, mine: Tensor, rows: SampledRows, batch: SamplingBatch | None = None, special: ResultRows | None = None
 ) -> Drawn:
     """By a rank that has the logits `mine`, once its token table has the tokens."""
     if batch is None:

@@ -20,9 +20,9 @@ from engine.core.sequence import Sequence
 from engine.core.step_budget import MOST_PASSED
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.memory import buckets
 from engine.plan import DEPTH, ROW_MASKED, StepPlan, largest_plan
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, MediaItem, Output, SamplingParams, pack_tokens
+from engine.step_shapes import buckets
 from tests.support.engine.drafting_world import AnyDrafts
 from tests.support.engine.draws import chance, mixed
 from tests.support.engine.kvmachine import contents, identity, logprob_of
