@@ -89,8 +89,8 @@ class EngineSettings(FrozenStruct, kw_only=True):
     """FlashInfer may fetch kernels that it lacks, at the first request that needs one"""
     mtp: Mtp = Mtp()
     graphs: bool = True
-    """on a GPU, decode steps and those with up to 2048 prompt tokens (8192 on E2B and E4B, and where ranks norm rows of their own)
-    are captured as CUDA graphs and replayed"""
+    """on a GPU, steps are captured as CUDA graphs at start and replayed; those with thousands of prompt tokens, or logprobs of them,
+    run without"""
     debug_pages: bool = False
     """compare the ranks' page tables with the plans in each step; a violation ends the group"""
     step_timeout_s: Duration = 60.0

@@ -1,7 +1,7 @@
 """Steps with chunks padded to the sizes that graphs are captured for, against the same steps as they are."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,17 @@ import pytest
 from torch import Tensor
 
 from deploy.models.resolve import resolve
-from engine.plan import Admission, StepPlan, StepResult
+from engine.config import EngineConfig
+from engine.plan import Admission, StepPlan, StepResult, single_rows
 from engine.protocol import SamplingParams
 from engine.rank import runner, step
 from engine.rank.builder import build
 from engine.rank.runner import Runner
+from engine.rank.sampler import ResultRows
 from engine.rank.stages.forward_stage import Forwarded
-from engine.step_shapes import MOST_PADDED_CHUNKS, StepSizes
+from engine.rank.stages.report_stage import Launched
+from engine.rank.stages.sample_stage import StepTokens
+from engine.step_shapes import MOST_PADDED_CHUNKS, StepShapes, StepSizes
 from kernels.chunks import chunk_inputs
 from tests.engine.rank.test_graphs import Rerun
 from tests.golden.record import load
@@ -159,3 +163,43 @@ def test_steps_that_score_prompts_are_not_padded(nano: Nano) -> None:
         result = run(made, plan)
         assert bool(result.prompts) == (asked is params)
         assert ran == ([] if asked is params else [(32, MOST_PADDED_CHUNKS, 0, 4, 1)])
+
+
+def beside(*, others: bool) -> Iterator[StepPlan]:
+    """A prompt of 40 tokens in slot 0 and six tokens after it; with `others`, two more sequences come meanwhile."""
+    running: list[int] = []
+    for number in range(1, 8):
+        plan = StepPlan(number, rows=single_rows(running))
+        for slot, (first, tokens) in enumerate(((1, 40), (1, 20), (3, 17))):
+            if first == number and (others or slot == 0):
+                prompt = tuple(range(10 + slot, 10 + slot + tokens))
+                plan.admissions.append(Admission(slot, slot + 1, prompt, tokens, SamplingParams(max_tokens=9)))
+                plan.chunks.append((slot, 0, tokens, tokens - 1, 0, 0))
+                plan.appends += [(group, slot, page, 1 + 2 * slot + page) for group in (0, 1) for page in (0, 1)]
+                running.append(slot)
+        yield plan
+
+
+def bits(config: EngineConfig, shapes: StepShapes | None, *, others: bool) -> list[bytes]:
+    """What each step of slot 0 gives, to the last bit: final hidden row and token."""
+    made = build(single(config), PAGES, shapes)
+    start, given = made.report_stage.start, []
+
+    def seen(step: Forwarded, rows: ResultRows, sampled: StepTokens, masks: bytes) -> Launched:
+        row = rows.slots.tolist().index(0)
+        given.append(step.hidden[row].numpy().tobytes() + sampled.chosen[row].numpy().tobytes())
+        return start(step, rows, sampled, masks)
+
+    made.report_stage.start = seen  # type: ignore[method-assign]
+    for plan in beside(others=others):
+        run(made, plan)
+    return given
+
+
+def test_steps_of_one_size_compute_a_sequence_alike_whoever_is_beside_it(nano: Nano) -> None:
+    """Whether the step has decode rows alone, chunks, or both, the bits of a sequence are the same. With the usual sizes they are
+    not: a product of more rows adds in another order."""
+    config = config_of(nano("31b"), 1)
+    one = StepShapes((StepSizes(64, 4, 4, 4),), prefill=64, longest=64)
+    assert bits(config, one, others=True) == bits(config, one, others=False)
+    assert bits(config, None, others=True) != bits(config, None, others=False)
