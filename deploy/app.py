@@ -50,7 +50,6 @@ from engine.events import to_each
 from engine.front.client import EngineClient
 from engine.front.grammar_check import GrammarCheck
 from engine.front.text import TextProcessor
-from engine.media_geometry import read_media
 
 FLUSH_S = 0.3
 DRAIN_MARGIN_S = 10.0  # beyond the deadline of the last request: a replica that goes (fewer replicas, a new build) cuts no answer
@@ -113,7 +112,7 @@ class Quartet:
         metrics = self._settings.metrics
         check_port(metrics.host, metrics.port, "metrics.port 0 is a free one for each replica", least=0)
         config = place(self._settings)
-        self._encoders, self._media_preparer = read_media(config), MediaPreparer()
+        self._encoders, self._media_preparer = config.media, MediaPreparer()
         if self._encoders:
             self._media_preparer.pool.start()
         self._spawner = ThreadPoolExecutor(1, "spawner")  # its thread lives as long as the replica: children end with theirs

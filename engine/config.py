@@ -12,11 +12,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from engine.architectures import Architecture, architecture_of
 from engine.attention import BACKENDS
 from engine.attention.backend_entry import RowKind
 from engine.channel import MAX_RECORD
 from engine.errors import ConfigError
-from engine.geometry import PAGE_SIZE, DType, Geometry, KVGroup, Positive, kv_groups, read_geometry
+from engine.geometry import PAGE_SIZE, DType, Geometry, KVGroup, Positive, kv_groups
+from engine.media_geometry import MediaGeometries
 from engine.protocol import FrozenStruct
 from engine.quantisation import read_quantisation
 from engine.weight_formats import FORMATS
@@ -89,8 +91,8 @@ class EngineSettings(FrozenStruct, kw_only=True):
     """FlashInfer may fetch kernels that it lacks, at the first request that needs one"""
     mtp: Mtp = Mtp()
     graphs: bool = True
-    """on a GPU, steps are captured as CUDA graphs at start and replayed; those with thousands of prompt tokens, or logprobs of them,
-    run without"""
+    """on a GPU, capture steps as CUDA graphs at start and replay them; those with thousands of prompt tokens, and those that report
+    logprobs of prompts, run without"""
     debug_pages: bool = False
     """compare the ranks' page tables with the plans in each step; a violation ends the group"""
     step_timeout_s: Duration = 60.0
@@ -122,9 +124,19 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dic
     debug_hash: bool = False
 
     @cached_property
+    def architecture(self) -> Architecture:
+        """What the model is one of."""
+        return architecture_of(Path(self.model))
+
+    @cached_property
     def geometry(self) -> Geometry:
         """The model's shapes, which are read once."""
-        return read_geometry(Path(self.model))
+        return self.architecture.read(Path(self.model))
+
+    @cached_property
+    def media(self) -> MediaGeometries:
+        """The model's encoders by the kind of media that they take; none for the text model alone."""
+        return {} if self.language_model_only else self.architecture.encoders(Path(self.model))
 
     @property
     def drafts(self) -> tuple[int, ...]:

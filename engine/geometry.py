@@ -26,7 +26,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 DType = Literal["float32", "bfloat16"]
 PAGE_SIZE: Final = 32
 ITEMSIZE: Final = {"float32": 4, "bfloat16": 2}  # bytes
-_ARCHITECTURES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 # Keys that change the mathematics, of Gemma 4 or of its ancestors, and the values that are implemented.
 IMPLEMENTED: Final[Implemented] = {
     "attention_bias": (False, None),
@@ -239,7 +239,7 @@ def parse_config(config: JsonObject, source: str = "config.json") -> Geometry:
     """Read the geometry of a raw config (outer, or the text part alone)."""
     text = config.get("text_config", config)
     model_type = config.get("model_type")
-    if model_type not in _ARCHITECTURES:
+    if model_type not in MODEL_TYPES:
         raise CheckpointError(f"{source}: model_type {model_type!r} is not a Gemma 4 text model")
     with naming(source):
         _check_implemented(text, IMPLEMENTED)

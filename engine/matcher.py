@@ -17,8 +17,8 @@ from typing import Self
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from engine.architectures import read_model
 from engine.errors import CheckpointError, GenerationFailed
-from engine.geometry import read_geometry
 from engine.pieces import Pieces, read_eos, read_tokenizer
 from engine.step_masks import allows, mask_words
 
@@ -59,7 +59,7 @@ class Vocabulary:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """A checkpoint's. CheckpointError: it has no tokenizer, or nothing in it ends a reply."""
-        return cls(Pieces.of(read_tokenizer(folder)), read_eos(folder), read_geometry(folder).vocab)
+        return cls(Pieces.of(read_tokenizer(folder)), read_eos(folder), read_model(folder).vocab)
 
     def complaint(self, grammar: str) -> str | None:
         """What of the grammar cannot be kept, in a sentence; None: a reply can begin. It costs what `matcher` and a mask do."""

@@ -7,7 +7,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import ITEMSIZE, Geometry, KVGroup, vocab_share
 from engine.logit_adjustments import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
-from engine.media_geometry import MediaGeometry, read_media
+from engine.media_geometry import MediaGeometry
 from engine.plan import DEPTH
 from engine.step_shapes import buckets, sequence_rows
 from engine.vision_geometry import CELL, SIDE
@@ -34,7 +34,7 @@ def kv_budget(config: EngineConfig, total: int, used: int) -> int:
 def reserved_bytes(config: EngineConfig) -> int:
     """Returns the bytes that a rank takes on a GPU once its pools are sized: for sampling, and for encoders."""
     sampling = sampling_bytes(config.max_seqs, config.geometry.vocab, config.tp, config.widest)
-    encoders = read_media(config).values()
+    encoders = config.media.values()
     activations = max((encoder_row_bytes(encoder, ITEMSIZE[config.dtype]) for encoder in encoders), default=0)
     rows = ENCODER_ROWS + CAPTURED_PATCHES // CELL**2
     return sampling + (rows * activations + ENCODER_CACHE_BYTES if activations else 0)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from engine.attention import TRITON
 from engine.config import EngineConfig
 from engine.geometry import Geometry
-from engine.media_geometry import read_media
 from engine.plan import PlanView
 from engine.protocol import MAX_SPAN
 
@@ -71,7 +70,7 @@ class StepShapes:
     @classmethod
     def of(cls, config: EngineConfig) -> "StepShapes":
         """Lists the sizes for a GPU; a CPU runs every number of decode rows, and chunks as they are."""
-        images = config.geometry.bidirectional and bool(read_media(config))
+        images = config.geometry.bidirectional and bool(config.media)
         prefill = max(config.prefill_budget, min(MAX_SPAN, config.max_len) if images else 0)  # an image is computed at once
         longest = min(prefill, config.max_len)
         if config.device == "cpu":

@@ -11,8 +11,8 @@ import msgspec
 from cluster.capability import probe
 from deploy.cli.output import NO, OK, Part, Subparsers, Table, command, emit, gib
 from deploy.settings import Settings, read_config, read_settings
+from engine.architectures import read_model
 from engine.errors import ConfigError
-from engine.geometry import read_geometry
 
 if TYPE_CHECKING:
     from deploy.cli.sizing import Sizing
@@ -88,7 +88,7 @@ def report(settings: Settings, args: argparse.Namespace) -> Plan:
 
     folder = sizing.shape_folder(settings.model, settings.revision)
     if args.config is None and args.max_len is None:
-        settings = msgspec.structs.replace(settings, max_len=min(LONGEST, read_geometry(folder).max_position))
+        settings = msgspec.structs.replace(settings, max_len=min(LONGEST, read_model(folder).max_position))
     if not all(1 <= length <= settings.max_len for length in args.context or ()):
         raise ConfigError(f"plan: --context: only lengths from 1 to max_len, {settings.max_len}")
     engine = sizing.configured(settings, folder)

@@ -103,10 +103,10 @@ def fits_at(settings: Settings, folder: Path, memory: int) -> int | None:
 
 def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
     """Returns (bytes of one rank's weights, its drafter's and encoders' too, elements of the whole text model)."""
+    from engine.rank.checkpoints import checkpoints_of
     from engine.rank.load.slices import elements
-    from engine.rank.models.gemma4_weights import TENSORS
 
-    return meta_rank(engine).weight_bytes, elements(TENSORS, engine.geometry)
+    return meta_rank(engine).weight_bytes, elements(checkpoints_of(engine).text.tensors, engine.geometry)
 
 
 def meta_rank(engine: EngineConfig) -> "Rank":

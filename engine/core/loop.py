@@ -28,7 +28,6 @@ from engine.core.scheduler import Scheduler
 from engine.errors import CheckpointError
 from engine.lifeline import Allocate, Configure, Lifeline, RanksReady, Ready, StepTimes, run
 from engine.matcher import Vocabulary
-from engine.media_geometry import read_media
 from engine.plan import DEPTH, StepPlan
 from engine.protocol import Abort, Control, FrontMessage, GenerateRequest, Load, TokenBatch, decode_front_message
 
@@ -184,7 +183,7 @@ class _Identified(msgspec.Struct):
 
 def make_scheduler(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> Scheduler:
     """The scheduler, once the pools are sized and the ranks are ready."""
-    return Scheduler(config, config.kv_groups, pages, times, read_media(config))
+    return Scheduler(config, config.kv_groups, pages, times, config.media)
 
 
 def collect_rarely() -> None:

@@ -1,40 +1,30 @@
 """Builds what a rank holds, alike for workers, benchmarks and plans: model, inboxes, KV cache, runner."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
-from engine.audio_geometry import AudioGeometry
 from engine.config import EngineConfig
 from engine.geometry import Geometry, vocab_share
-from engine.media_geometry import MediaGeometry, read_media
 from engine.memory import inbox_rows, kv_budget
 from engine.protocol import MediaKind
-from engine.quantisation import UNQUANTISED, Quantisation, read_quantisation
 from engine.rank.attention import FailedChecks, attention_backend
 from engine.rank.attention.base import AttentionBackend
+from engine.rank.checkpoints import Checkpoint, checkpoints_of
 from engine.rank.kv import GroupCache, KVCache
-from engine.rank.load.loader import load, with_head
+from engine.rank.load.loader import with_head
 from engine.rank.load.random_fill import dummy
 from engine.rank.load.slices import allocate
-from engine.rank.load.tensor_table import TensorTable
-from engine.rank.models.architecture import Architecture, MediaEncoder, Model
-from engine.rank.models.assistant import Assistant, load_assistant
-from engine.rank.models.assistant_geometry import read_assistant
-from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
-from engine.rank.models.audio import AudioEncoder, AudioTower
-from engine.rank.models.clipped import load_encoder
-from engine.rank.models.encoder_weights import ENCODER_TENSORS
-from engine.rank.models.gemma4 import GEMMA4
-from engine.rank.models.vision import Tower, VisionEmbedder
+from engine.rank.models.architecture import MediaEncoder, Model
+from engine.rank.models.assistant import Assistant
 from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes, Parallel, make_inboxes
 from engine.rank.runner import Runner
 from engine.rank.sampler import Sampler
-from engine.rank.shard import Shard
 from engine.rank.slots import SlotState
 from engine.rank.stages.draft_stage import DraftStage
 from engine.rank.stages.encode_stage import EncodeStage
@@ -44,15 +34,7 @@ from engine.rank.stages.sample_stage import SampleStage
 from engine.rank.start_checks import check_attention, check_inboxes, check_kernels, is_untried
 from engine.rank.step import StepBuffers
 from engine.step_shapes import StepShapes, sequence_rows
-from engine.vision_geometry import VisionGeometry
 from kernels.table_check import COPIED_ENTRY
-
-_ENCODERS: Mapping[tuple[type[MediaGeometry], bool], Callable[..., MediaEncoder]] = {  # by geometry, and whether it is unified
-    (VisionGeometry, False): Tower,
-    (VisionGeometry, True): VisionEmbedder,
-    (AudioGeometry, False): AudioTower,
-    (AudioGeometry, True): AudioEncoder,
-}
 
 
 @dataclass(frozen=True)
@@ -77,75 +59,48 @@ class Rank:
         return sum(parameter.nbytes for model in models if model is not None for parameter in model.parameters())
 
 
-def load_rank(
-    config: EngineConfig,
-    parallel: Parallel,
-    device: torch.device,
-    architecture: Architecture = GEMMA4,
-    *,
-    checked: bool = True,
-) -> Rank:
+def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *, checked: bool = True) -> Rank:
     """Load this rank's shard of `config.model`, filled as `config.load_format` says; on the meta device it stays empty.
 
     checked: run `start_checks`. Every rank must call it.
     """
     if device.type == "cpu":
         torch.set_num_threads(1)  # ranks share the cores; results must not depend on how many there are
-    folder, dtype = Path(config.model), getattr(torch, config.dtype)
-    geometry = architecture.read(folder)
-    weights = read_quantisation(folder, config.weights)
+    dtype = getattr(torch, config.dtype)
     source = "empty" if device.type == "meta" else config.load_format
+    text, drafter, encoders = checkpoints_of(config)
     if source == "safetensors":
-        geometry = with_head(geometry, architecture.tensors, folder)
+        text = replace(text, geometry=with_head(text.geometry, text.tensors, text.folder))
     new_gpu = checked and is_untried(device)
     if new_gpu:
         check_kernels(device)
     failed_checks, fallbacks = check_attention(parallel, config, device) if checked else ((), ())
-    model = architecture.build(geometry, parallel, dtype, device)
-    reading = partial(load, model, architecture.tensors, folder, weights=weights)
-    _fill(model, architecture.tensors, source, reading, weights)
-    drafter, encoders = _drafter(config, model, source), _encoders(config, model, source)
-    rows, width, shares_rows = inbox_rows(config, geometry), geometry.summed_width, not geometry.residual_is_read
-    inboxes = make_inboxes(parallel, rows, width, dtype, sequence_rows(config, geometry), shares_rows=shares_rows)
+    model: Model = _filled(text, source, parallel, dtype, device)
+    assistant = None if drafter is None else _filled(drafter, source, parallel, dtype, device)
+    made = {each: _filled(each, source, dtype, device) for each in dict.fromkeys(encoders.values())}
+    of_media = {kind: made[each] for kind, each in encoders.items()}
+    inboxes = _inboxes(config, text.geometry, parallel, dtype)
     if new_gpu and inboxes is not None:
         inboxes.allreduce.wait_at_most(config.boot_timeout_s)  # another rank's compiler may take long
-        check_inboxes(parallel, inboxes, geometry.hidden, device, dtype)
-    return Rank(config, geometry, device, parallel, model, inboxes, failed_checks, fallbacks, drafter, encoders)
+        check_inboxes(parallel, inboxes, text.geometry.hidden, device, dtype)
+    return Rank(config, text.geometry, device, parallel, model, inboxes, failed_checks, fallbacks, assistant, of_media)
 
 
-def _drafter(config: EngineConfig, model: Model, source: str) -> Assistant | None:
-    """Load the model's assistant, if drafts are asked for, filled as the model is."""
-    if config.widest == 1:
-        return None
-    folder = Path(str(config.mtp.model))
-    shape = read_assistant(folder, model.geometry, model.parallel.size)
-    drafter = Assistant(shape, model.parallel, model.dtype, model.device)
-    _fill(drafter, ASSISTANT_TENSORS, source, partial(load_assistant, drafter, folder))
-    return drafter
-
-
-def _encoders(config: EngineConfig, model: Model, source: str) -> dict[MediaKind, MediaEncoder]:
-    """Load what the model's checkpoint has for media, whole on every rank; source: what fills it."""
-    folder = Path(config.model)
-    made = {}
-    shapes = read_media(config)
-    for shape in dict.fromkeys(shapes.values()):
-        tensors = ENCODER_TENSORS[type(shape)]
-        encoder = made[shape] = _ENCODERS[type(shape), shape.unified](shape, model.dtype, model.device)
-        _fill(encoder, tensors, source, partial(load_encoder, encoder, tensors, folder))
-    return {kind: made[shape] for kind, shape in shapes.items()}
-
-
-def _fill(
-    model: Shard, tensors: TensorTable, source: str, reading: Callable[[], None], weights: Quantisation = UNQUANTISED
-) -> None:
-    """Fill a model: `reading` does from its checkpoint."""
+def _filled(checkpoint: Checkpoint, source: str, *arguments: object) -> Any:
+    """Build a checkpoint's shard, and fill it from its files or at random; or leave it empty."""
+    made = resolve_name(checkpoint.model)(checkpoint.geometry, *arguments)
     if source == "safetensors":
-        reading()
+        resolve_name(checkpoint.loader)(made, checkpoint.tensors, checkpoint.folder, checkpoint.weights)
     elif source == "dummy":
-        dummy(model, tensors, weights=weights)
+        dummy(made, checkpoint.tensors, weights=checkpoint.weights)
     else:
-        allocate(model, tensors, weights)
+        allocate(made, checkpoint.tensors, checkpoint.weights)
+    return made
+
+
+def _inboxes(config: EngineConfig, geometry: Geometry, parallel: Parallel, dtype: torch.dtype) -> Inboxes | None:
+    rows, own = inbox_rows(config, geometry), sequence_rows(config, geometry)
+    return make_inboxes(parallel, rows, geometry.summed_width, dtype, own, shares_rows=not geometry.residual_is_read)
 
 
 def kv_bytes(rank: Rank) -> int:

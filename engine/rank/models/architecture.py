@@ -1,21 +1,17 @@
-"""What the rest of a rank knows of models: how one is read, filled and built, and what a text model answers."""
+"""What the rest of a rank asks of models: of a text model, and of encoders of media."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.geometry import Geometry
 from engine.media_geometry import MediaGeometry
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch, RopeTensors
-from engine.rank.load.tensor_table import TensorTable
 from engine.rank.models.layers import VocabTable
-from engine.rank.parallel import Parallel, Single
+from engine.rank.parallel import Single
 from engine.rank.products import Exchange, Peers
 from engine.rank.shard import Shard
 from kernels.norm import rms_norm
@@ -86,12 +82,3 @@ class MediaEncoder(Shard, ABC):
                 next(pieces)
             except StopIteration as end:
                 return end.value
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A kind of model: its geometry, from a checkpoint's folder, the tensors of its checkpoints, and one rank's empty shard."""
-
-    read: Callable[[Path], Geometry]
-    tensors: TensorTable
-    build: Callable[[Geometry, Parallel, torch.dtype, torch.device], Model]

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import CheckpointError
+from engine.quantisation import Quantisation
 from engine.rank.batch import RopeTensors, frequencies_of
 from engine.rank.load.loader import load
 from engine.rank.load.tensor_files import headers, opened
+from engine.rank.load.tensor_table import TensorTable
 from engine.rank.models.assistant_geometry import AssistantGeometry
-from engine.rank.models.assistant_weights import ORDER, TENSORS
+from engine.rank.models.assistant_weights import ORDER
 from engine.rank.models.gemma4 import Block, LayerStep, pre_norms
 from engine.rank.models.layers import VocabTable
 from engine.rank.parallel import Parallel
@@ -99,11 +101,11 @@ class Assistant(Shard):
         return x
 
 
-def load_assistant(model: Assistant, folder: Path) -> None:
+def load_assistant(model: Assistant, tensors: TensorTable, folder: Path, weights: Quantisation) -> None:
     """Fill a drafter from the checkpoint in `folder`; CheckpointError as `load`, and for clusters that do not hold each id once."""
-    load(model, TENSORS, folder)
+    load(model, tensors, folder, weights)
     if isinstance(model.head, OrderedHead):
-        header = headers(folder, TENSORS, model.geometry)[0].get(ORDER)
+        header = headers(folder, tensors, model.geometry)[0].get(ORDER)
         if header is None:
             raise CheckpointError(f"{folder}: {ORDER} is missing")
         with opened(header.path) as file:

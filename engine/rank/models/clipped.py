@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.errors import CheckpointError
+from engine.quantisation import UNQUANTISED, Quantisation
 from engine.rank.load.loader import load
 from engine.rank.load.slices import pieces
 from engine.rank.load.tensor_files import by_file, headers
@@ -32,10 +33,10 @@ class ClippedProduct(nn.Module):
         return functional.linear(x.clamp(low, high), self.weight.weight).clamp_(least, most)
 
 
-def load_encoder(model: Shard, tensors: TensorTable, folder: Path) -> None:
+def load_encoder(model: Shard, tensors: TensorTable, folder: Path, weights: Quantisation = UNQUANTISED) -> None:
     """Fill an encoder from the checkpoint in `folder`, with the bounds of products that it calls `*.linear`; CheckpointError as
     `load`. A bound that is not there bounds nothing."""
-    load(model, tensors, folder)
+    load(model, tensors, folder, weights)
     by_name, _ = headers(folder, tensors, model.geometry)
     scalars = {}
     for name, header, file in by_file({name: header for name, header in by_name.items() if name.endswith(BOUNDS)}):

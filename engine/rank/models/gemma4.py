@@ -22,11 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.geometry import Geometry, Layer, read_geometry, shard_kv_heads
+from engine.geometry import Geometry, Layer, shard_kv_heads
 from engine.rank.attention.base import AttentionBackend, AttentionPlan
 from engine.rank.batch import ForwardBatch, SoftTokens, frequencies_of
-from engine.rank.models.architecture import Architecture, Model
-from engine.rank.models.gemma4_weights import BLOCK_NORMS, TENSORS
+from engine.rank.models.architecture import Model
+from engine.rank.models.gemma4_weights import BLOCK_NORMS
 from engine.rank.models.layers import Experts, Mlp, Router, VocabTable
 from engine.rank.parallel import Parallel
 from engine.rank.products import Exchange, Part, Peers, Rows, exchange_over
@@ -245,6 +245,3 @@ class Gemma4(Model):
             elif len(h):
                 h, x = block(h, x, next_norm, step)
         return h, exchange.all_rows(x)
-
-
-GEMMA4 = Architecture(read_geometry, TENSORS, Gemma4)

@@ -14,14 +14,16 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.geometry import Layer, kv_groups, read_geometry
 from engine.protocol import GenerateRequest, JsonObject
+from engine.quantisation import UNQUANTISED
 from engine.rank.attention import attention_backend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.builder import build
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load
+from engine.rank.models import assistant_weights, gemma4_weights
 from engine.rank.models.assistant import Assistant, OrderedHead, load_assistant
 from engine.rank.models.assistant_geometry import check_shards, read_assistant
-from engine.rank.models.gemma4 import GEMMA4, Gemma4, LayerStep
+from engine.rank.models.gemma4 import Gemma4, LayerStep
 from engine.rank.parallel import Single
 from engine.rank.products import Exchange
 from engine.rank.sampler import Sampler
@@ -62,9 +64,9 @@ def pair(folder: Path, member: str, out: Path, length: int) -> Pair:
     judge = assistants.write(SHAPES[member], out)
     geometry = read_geometry(folder)
     target = Gemma4(geometry, Single(), torch.float32, CPU)
-    load(target, GEMMA4.tensors, folder)
+    load(target, gemma4_weights.TENSORS, folder)
     drafter = Assistant(read_assistant(out, geometry), Single(), torch.float32, CPU)
-    load_assistant(drafter, out)
+    load_assistant(drafter, assistant_weights.TENSORS, out, UNQUANTISED)
     cache = KVCache([GroupCache(group, PAGES, 1, 512, CPU) for group in kv_groups(geometry, 1, dtype="float32")])
     for group in cache:
         order = torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(7)) + 1

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +13,11 @@ from engine.attention.backend_entry import ROW_KINDS
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import Geometry, kv_groups, read_geometry
-from engine.rank import start_checks
+from engine.rank import builder, start_checks
 from engine.rank.attention import trtllm
 from engine.rank.attention.base import AttentionParts, PartSettings
 from engine.rank.attention.trtllm import TrtllmDecode, TrtllmExtend, TrtllmScratch
 from engine.rank.builder import load_rank
-from engine.rank.models.gemma4 import GEMMA4
 from engine.rank.parallel import Parallel, Single
 from engine.rank.start_checks import ROWS, mismatches
 from kernels import selfcheck
@@ -129,11 +127,12 @@ def test_ranks_agree_on_what_any_of_them_found() -> None:
     assert run_ranks(4, found_by) == [{"part 3", "part 69"}] * 4
 
 
-def boot() -> None:
-    """Of a rank without weights, on a GPU."""
+def boot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank without weights, on a GPU, up to where its model is made."""
+    monkeypatch.setattr(builder, "_filled", built)
     asked = {"device": "cuda", "dtype": "bfloat16", "load_format": "dummy", "attention_decode": "triton"}
     config = EngineConfig(model=str(resolve("dummy:31b")), tp=1, **asked)
-    load_rank(config, Single(), torch.device("cuda", 0), replace(GEMMA4, build=built))
+    load_rank(config, Single(), torch.device("cuda", 0))
 
 
 def built(*_: object) -> Any:
@@ -145,10 +144,10 @@ def test_a_wrong_kernel_ends_the_boot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "failures", lambda *_: ["the embedding (kernels.embed) is wrong by 0.5"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
     with pytest.raises(ConfigError, match=r"nobody tried: the embedding \(kernels.embed\) is wrong by 0.5"):
-        boot()
+        boot(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with pytest.raises(NotImplementedError):
-        boot()
+        boot(monkeypatch)
     assert not start_checks.is_untried(CPU)
 
 

@@ -1,0 +1,42 @@
+"""Gemma 4's checkpoints: the text model, its assistant, its encoders of media. No torch at import."""
+
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.media_geometry import MediaGeometry
+from engine.quantisation import read_quantisation
+from engine.rank.checkpoints import Checkpoint, Checkpoints
+from engine.rank.models import assistant_weights, gemma4_weights
+from engine.rank.models.assistant_geometry import read_assistant as read_drafter
+from engine.rank.models.encoder_weights import ENCODER_TENSORS
+from engine.vision_geometry import VisionGeometry
+
+_MODELS = "engine.rank.models"
+
+
+def checkpoints(config: EngineConfig) -> Checkpoints:
+    """As `checkpoints_of`."""
+    folder = Path(config.model)
+    weights = read_quantisation(folder, config.weights)
+    text = Checkpoint(folder, config.geometry, gemma4_weights.TENSORS, f"{_MODELS}.gemma4:Gemma4", weights)
+    encoders = {kind: _encoder(folder, shape) for kind, shape in config.media.items()}
+    return Checkpoints(text, _drafter(config), encoders)
+
+
+def _drafter(config: EngineConfig) -> Checkpoint | None:
+    """The assistant's checkpoint, if drafts are asked for."""
+    if config.widest == 1:
+        return None
+    folder = Path(str(config.mtp.model))
+    geometry = read_drafter(folder, config.geometry, config.tp)
+    model, loader = f"{_MODELS}.assistant:Assistant", f"{_MODELS}.assistant:load_assistant"
+    return Checkpoint(folder, geometry, assistant_weights.TENSORS, model, loader=loader)
+
+
+def _encoder(folder: Path, shape: MediaGeometry) -> Checkpoint:
+    if isinstance(shape, VisionGeometry):
+        model = "vision:VisionEmbedder" if shape.unified else "vision:Tower"
+    else:
+        model = "audio:AudioEncoder" if shape.unified else "audio:AudioTower"
+    tensors, loader = ENCODER_TENSORS[type(shape)], f"{_MODELS}.clipped:load_encoder"
+    return Checkpoint(folder, shape, tensors, f"{_MODELS}.{model}", loader=loader)
