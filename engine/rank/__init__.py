@@ -2,6 +2,8 @@
 
     worker                      the process: boot, then the loop around the runner
     builder  load  models       a rank's model, filled with its shard of the weights; its KV cache and runner
+    checkpoints                 what is loaded: of the text model, its drafter, its encoders
+    shard  weight  allreduce_norm  what models are made of
     runner  stages  graphs      a step: encode media, forward, sample, draft, report; replayed from CUDA graphs
     step  batch                 a step's inputs, made on the device from the plan's bytes; what the model sees of them
     slots  kv  adjustments      what lasts between steps: tokens, lengths, sampling; KV pools and page tables; logits' adjustments

@@ -99,7 +99,8 @@ def _filled(checkpoint: Checkpoint, source: str, *arguments: object) -> Any:
 
 
 def _inboxes(config: EngineConfig, geometry: Geometry, parallel: Parallel, dtype: torch.dtype) -> Inboxes | None:
-    rows, own = inbox_rows(config, geometry), sequence_rows(config, geometry)
+    rows = inbox_rows(config, geometry)
+    own = sequence_rows(config, geometry)
     return make_inboxes(parallel, rows, geometry.summed_width, dtype, own, shares_rows=not geometry.residual_is_read)
 
 
@@ -123,7 +124,7 @@ def build(rank: Rank, pages: Sequence[int], shapes: StepShapes | None = None) ->
 
 def build_runner(rank: Rank, cache: KVCache, shapes: StepShapes) -> Runner:
     """Build a runner over `cache`, and the stages of its steps."""
-    config, model, device = rank.config, rank.model, rank.device
+    config = rank.config
     slots = _slots(rank, cache)
     pages = PageCheck(slots) if config.debug_pages else None
     check = None if pages is None else partial(pages.compare, COPIED_ENTRY)
@@ -132,20 +133,22 @@ def build_runner(rank: Rank, cache: KVCache, shapes: StepShapes) -> Runner:
         return attention_backend(config, geometry, cache, config.tp, shapes.sequences, check, width, rank.failed_checks)
 
     inputs = _inputs(rank, slots, shapes)
-    forward = ForwardStage(model, attention(rank.geometry, config.widest), inputs, rank.inboxes, pages)
-    sampler = Sampler(rank.parallel, rank.geometry.vocab, rank.geometry.softcap, config.suppress, device)
-    sample = SampleStage(model, sampler, slots, rank.inboxes)
+    forward = ForwardStage(rank.model, attention(rank.geometry, config.widest), inputs, rank.inboxes, pages)
+    sampler = Sampler(rank.parallel, rank.geometry.vocab, rank.geometry.softcap, config.suppress, rank.device)
+    sample = SampleStage(rank.model, sampler, slots, rank.inboxes)
     draft = None
     if rank.drafter is not None:
         draft = DraftStage(rank.drafter, config.widest - 1, attention(rank.drafter.geometry, 1), inputs, sample)
-    encode = EncodeStage(rank.encoders, device, rank.parallel, config.encoder_host_bytes)
+    encode = EncodeStage(rank.encoders, rank.device, rank.parallel, config.encoder_host_bytes)
     results = config.widest * (shapes.sequences[-1] + shapes.prefill)
-    report = ReportStage(results, device, pages, encode, debug_hash=config.debug_hash)
-    return Runner(shapes, slots, inputs, forward, sample, draft, encode, report, device.type == "cuda" and config.graphs)
+    report = ReportStage(results, rank.device, pages, encode, debug_hash=config.debug_hash)
+    capturable = rank.device.type == "cuda" and config.graphs
+    return Runner(shapes, slots, inputs, forward, sample, draft, encode, report, capturable)
 
 
 def _slots(rank: Rank, cache: KVCache) -> SlotState:
-    config, share = rank.config, vocab_share(rank.geometry.vocab, rank.parallel.size)
+    config = rank.config
+    share = vocab_share(rank.geometry.vocab, rank.parallel.size)
     ids = range(rank.parallel.rank * share, (rank.parallel.rank + 1) * share)
     return SlotState(config.max_seqs, config.max_len, cache, ids, rank.device, config.widest - 1)
 

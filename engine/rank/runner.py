@@ -68,8 +68,7 @@ class Runner:
 
         RuntimeError: another rank's part of an all-reduce did not come, and the inboxes are broken.
         """
-        device, inboxes = self.slots.device, self.forward_stage.inboxes
-        graphs = StageGraphs(device)
+        graphs = StageGraphs(self.slots.device)
         for sizes in self._captured():
             # A step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`). With chunks one is enough:
             # `warm` has run all that samplers launch.
@@ -82,8 +81,9 @@ class Runner:
             for rows, width in product(reversed(self.shapes.sequences), self.shapes.widths[1:]):
                 sizes = StepSizes.decoding(rows, width)
                 graphs.capture(partial(self.draft_stage.draft, rows, width - 1), "draft", sizes)
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(self.slots.device)
         self.graphs = graphs
+        inboxes = self.forward_stage.inboxes
         if inboxes is not None and inboxes.allreduce.failed:
             raise RuntimeError("another rank's part of an all-reduce did not come in time while decode steps were captured")
 

@@ -33,11 +33,12 @@ class StepBuffers:
     soft         [shapes.padded_prompts, hidden], for the soft tokens of padded steps; None: the rank has no encoders
     """
 
-    def __init__(
-        self, slots: SlotState, frequencies: RopeTensors, shapes: StepShapes, soft: Tensor | None = None
-    ) -> None:
-        device, sequences = slots.device, shapes.sequences[-1]
-        self._slots, self._frequencies, self.shapes = slots, frequencies, shapes
+    def __init__(self, slots: SlotState, frequencies: RopeTensors, shapes: StepShapes, soft: Tensor | None = None) -> None:
+        device = slots.device
+        sequences = shapes.sequences[-1]
+        self.shapes = shapes
+        self._slots = slots
+        self._frequencies = frequencies
         rows = shapes.prefill + shapes.results
         self._rows = torch.zeros((3, rows), dtype=torch.int32, device=device)  # ids, positions and slots
         self._pages = slots.cache.page_rows(sequences)
@@ -97,7 +98,8 @@ class StepBuffers:
         """Make the uploaded plan's chunk rows and after them its decode rows, padded to `sizes`; and a batch of the rows that give
         results, `sizes.width` a sequence (`logit_rows` of the first): the same one where there are no chunks. Lengths of sequences
         that decode advance by one. Capturable."""
-        first, width = sizes.prompts, sizes.width
+        first = sizes.prompts
+        width = sizes.width
         rows = StepRows(*self._rows[:, : first + sizes.decodes * width])
         pages = tuple(page_ids[: sizes.decodes] for page_ids in self._pages)
         if sizes.decodes:

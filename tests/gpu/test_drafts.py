@@ -67,9 +67,9 @@ def test_drafts_are_verified_beside_chunks(member: str) -> None:
             replay = made.graphs.replay
 
             def seen(*key: Any, replay: Any = replay) -> Any:
-                stage, rows, width = key
-                if stage != "draft" and rows.prompts:
-                    replayed.add((stage, width))
+                stage, sizes = key
+                if stage != "draft" and sizes.prompts:
+                    replayed.add((stage, sizes.width))
                 return replay(*key)
 
             made.graphs.replay = seen  # type: ignore[method-assign]

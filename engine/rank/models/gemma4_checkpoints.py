@@ -29,8 +29,8 @@ def _drafter(config: EngineConfig) -> Checkpoint | None:
         return None
     folder = Path(str(config.mtp.model))
     geometry = read_drafter(folder, config.geometry, config.tp)
-    model, loader = f"{_MODELS}.assistant:Assistant", f"{_MODELS}.assistant:load_assistant"
-    return Checkpoint(folder, geometry, assistant_weights.TENSORS, model, loader=loader)
+    module = f"{_MODELS}.assistant"
+    return Checkpoint(folder, geometry, assistant_weights.TENSORS, f"{module}:Assistant", loader=f"{module}:load_assistant")
 
 
 def _encoder(folder: Path, shape: MediaGeometry) -> Checkpoint:
@@ -38,5 +38,5 @@ def _encoder(folder: Path, shape: MediaGeometry) -> Checkpoint:
         model = "vision:VisionEmbedder" if shape.unified else "vision:Tower"
     else:
         model = "audio:AudioEncoder" if shape.unified else "audio:AudioTower"
-    tensors, loader = ENCODER_TENSORS[type(shape)], f"{_MODELS}.clipped:load_encoder"
-    return Checkpoint(folder, shape, tensors, f"{_MODELS}.{model}", loader=loader)
+    loader = f"{_MODELS}.clipped:load_encoder"
+    return Checkpoint(folder, shape, ENCODER_TENSORS[type(shape)], f"{_MODELS}.{model}", loader=loader)
