@@ -14,6 +14,7 @@ from engine.memory import inbox_rows, kv_budget
 from engine.protocol import MediaKind
 from engine.rank.attention import FailedChecks, attention_backend
 from engine.rank.attention.base import AttentionBackend
+from engine.rank.batch import SoftTokens
 from engine.rank.checkpoints import Checkpoint, checkpoints_of
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import with_head
@@ -156,5 +157,7 @@ def _slots(rank: Rank, cache: KVCache) -> SlotState:
 def _inputs(rank: Rank, slots: SlotState, shapes: StepShapes) -> StepBuffers:
     soft = None
     if rank.encoders:
-        soft = torch.zeros((shapes.padded_prompts, rank.geometry.hidden), dtype=rank.model.dtype, device=rank.device)
+        rows = torch.full((shapes.padded_prompts,), -1, device=rank.device)
+        values = torch.zeros((len(rows), rank.geometry.hidden), dtype=rank.model.dtype, device=rank.device)
+        soft = SoftTokens(rows, values)
     return StepBuffers(slots, rank.model.frequencies, shapes, soft)

@@ -30,32 +30,24 @@ class StepBuffers:
     """Inputs of a rank's steps, of at most the sizes that `shapes` allows.
 
     frequencies  fp32 [pairs] of each rotary embedding of the model
-    soft         [shapes.padded_prompts, hidden], for the soft tokens of padded steps; None: the rank has no encoders
+    soft         what `shapes.padded_prompts` rows of padded steps have of media, rows -1; None: the rank has no encoders
     """
 
-    def __init__(self, slots: SlotState, frequencies: RopeTensors, shapes: StepShapes, soft: Tensor | None = None) -> None:
-        device = slots.device
-        sequences = shapes.sequences[-1]
+    def __init__(self, slots: SlotState, frequencies: RopeTensors, shapes: StepShapes, soft: SoftTokens | None = None) -> None:
         self.shapes = shapes
+        self.soft = soft
         self._slots = slots
         self._frequencies = frequencies
         rows = shapes.prefill + shapes.results
-        self._rows = torch.zeros((3, rows), dtype=torch.int32, device=device)  # ids, positions and slots
-        self._pages = slots.cache.page_rows(sequences)
-        self._rope = {
-            key: frequency.new_zeros((rows, 2 * len(frequency)), dtype=torch.float32)
-            for key, frequency in frequencies.items()
-        }
-        results = torch.zeros((2, shapes.results), dtype=torch.int32, device=device)
-        self._chunks = results.new_zeros((sequences + 1, 4), dtype=torch.int32)
+        self._rows = torch.zeros((3, rows), dtype=torch.int32, device=slots.device)  # ids, positions and slots
+        self._pages = slots.cache.page_rows(shapes.sequences[-1])
+        self._rope = {key: frequency.new_zeros((rows, 2 * len(frequency))) for key, frequency in frequencies.items()}
+        results = self._rows.new_zeros((2, shapes.results))
         self._results = ResultInputs(results[0].long(), *results)
+        self._chunks = results.new_zeros((shapes.sequences[-1] + 1, 4))
+        self._last_seen = results.new_full((shapes.padded_prompts,), -1)
         self.plan = results.new_zeros(MAX_RECORD // 4)  # what a plan has at most
-        self._staging = staging(device, len(self.plan))
-        self.soft: SoftTokens | None = None
-        if soft is not None:
-            none = torch.full((len(soft),), -1, device=device)
-            self.soft = SoftTokens(none, soft)
-            self._last_seen = none.int()
+        self._staging = staging(slots.device, len(self.plan))
 
     def upload(self, plan: PlanView) -> None:
         """Copy the plan to `self.plan`, on the device."""
@@ -77,13 +69,14 @@ class StepBuffers:
 
     def set_media(self, soft: SoftTokens | None, chunks: Sequence[Chunk]) -> None:
         """Set the soft tokens of the next padded step, None if it has none, and what rows of its chunks see."""
-        assert self.soft is not None
+        assert self.soft is not None, "the rank has no encoders"
         self.soft.rows.fill_(-1)
         if soft is not None:
             self.soft.rows[: len(soft.rows)] = soft.rows
             self.soft.values[: len(soft.rows)] = soft.values
         self._last_seen.fill_(-1)
-        if (seen := last_seen_of(chunks, self._last_seen.device)) is not None:
+        seen = last_seen_of(chunks, self._last_seen.device)
+        if seen is not None:
             self._last_seen[: len(seen)] = seen
 
     def with_media(self, batch: ForwardBatch) -> ForwardBatch:
