@@ -123,7 +123,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "engine/rank/worker.py": (
         ("steps-in-flight-are-dropped-at-stop", "engine/rank/test_overlap.py",
          "while running or self._launched:", "while running:"),
-        ("idle-time-is-lost", "engine/rank/test_worker.py", "clock.idle_us + ", ""),
+        ("idle-time-is-lost", "engine/rank/test_worker.py", "launched.idle_us + ", ""),
         ("media-wait-for-a-step", "engine/rank/test_overlap.py", " and not self._media.left", ""),
     ),
     "engine/core/drafting.py": (
