@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from deploy.models.resolve import folder_here, local_folder
+from deploy.models.resolve import MEMBERS, folder_here, local_folder
 from deploy.placement import configure
 from deploy.settings import Settings
 from engine.config import EngineConfig
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 RESERVE = 3 << 29  # 1.5 GiB
 TPS = (1, 2, 4, 8)
-_PUBLISHED = re.compile(r"(?:(?:.*/)?gemma-4-)?(e2b|e4b|12b|26b-a4b|31b)(?:-it)?(-assistant)?")
+_PUBLISHED = re.compile(rf"(?:(?:.*/)?gemma-4-)?({'|'.join(MEMBERS)})(?:-it)?(-assistant)?")
 
 
 class Pool(FrozenStruct):
