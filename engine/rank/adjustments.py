@@ -30,24 +30,8 @@ class Adjustments:
     def __init__(self, slots: int, ids: range, device: torch.device, width: int = 1) -> None:
         self.ids, self._device = ids, device
         self._words = range(ids.start >> 5, ((ids.stop - 1) >> 5) + 1)
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros((slots, *shape), dtype=dtype, device=device)
-
         words = len(self._words)
-        self.tables = SlotAdjustments(
-            flags=zeros(),
-            bias_ids=zeros(MAX_BIAS_IDS),
-            bias=zeros(MAX_BIAS_IDS, dtype=torch.float32),
-            penalties=zeros(3, dtype=torch.float32),
-            counts=zeros(len(ids), dtype=torch.int16),
-            starts=zeros(2),
-            allowed=zeros(words),
-            bad_words=zeros(MAX_BAD_WORD_IDS),
-            word_ends=zeros(MAX_BAD_WORDS),
-            masks=zeros(width, words).flatten(0, 1),
-            mask_rows=zeros(2) + _NO_STEP,
-        )
+        self.tables = _tables(slots, len(ids), words, width, device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging = zip(staging(device, slots * width, words), staging(device, slots, 2), strict=False)
         self._flags, self._mask_steps = np.zeros(slots, np.int32), np.full(slots, _NO_STEP, np.int64)
@@ -139,6 +123,25 @@ def _flags(adjustments: LogitAdjustments | None) -> int:
         return 0
     flags = BIASED * bool(adjustments.bias) | PENALIZED * (adjustments.penalties != (1.0, 0.0, 0.0))
     return flags | LIMITED * bool(adjustments.allowed_ids) | BAD_WORDS * bool(adjustments.bad_words)
+
+
+def _tables(slots: int, ids: int, words: int, width: int, device: torch.device) -> SlotAdjustments:
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros((slots, *shape), dtype=dtype, device=device)
+
+    return SlotAdjustments(
+        flags=zeros(),
+        bias_ids=zeros(MAX_BIAS_IDS),
+        bias=zeros(MAX_BIAS_IDS, dtype=torch.float32),
+        penalties=zeros(3, dtype=torch.float32),
+        counts=zeros(ids, dtype=torch.int16),
+        starts=zeros(2),
+        allowed=zeros(words),
+        bad_words=zeros(MAX_BAD_WORD_IDS),
+        word_ends=zeros(MAX_BAD_WORDS),
+        masks=zeros(width, words).flatten(0, 1),
+        mask_rows=zeros(2) + _NO_STEP,
+    )
 
 
 def _padded(values: Sequence[float], width: int, padding: float, dtype: type[np.generic] = np.int32) -> np.ndarray:
