@@ -37,7 +37,7 @@ class Checkpoints(NamedTuple):
     def every(self) -> list[Checkpoint]:
         """Each once; an encoder may take two kinds."""
         drafters = [] if self.drafter is None else [self.drafter]
-        return [*dict.fromkeys([self.text, *drafters, *self.encoders.values()])]
+        return [*dict.fromkeys([self.text, *self.encoders.values(), *drafters])]
 
 
 def checkpoints_of(config: EngineConfig) -> Checkpoints:
