@@ -63,6 +63,6 @@ FP8 = WeightFormat(
     ),
     ("compressed-tensors, 8-bit float channel weights, 8-bit float token dynamic activations",
      "modelopt, FP8_PER_CHANNEL_PER_TOKEN"),
-    packer="engine.rank.fp8:packed_rows",
+    packer="engine.rank.fp8:pack",
 )  # fmt: skip
 FORMATS = {"plain": PLAIN, "fp8": FP8}

@@ -13,7 +13,7 @@ from triton.language import constexpr
 
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.numerics import cast
-from kernels.packed import ScaledRows, scale_warps, store_scaled
+from kernels.packed import PackedRows, scale_warps, store_scaled
 
 
 def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -34,11 +34,11 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return out
 
 
-def geglu_rows(gate_up: Tensor) -> ScaledRows:
-    """`scaled_rows(geglu(gate_up))`, gate_up [T, 2 n], in one launch."""
+def geglu_rows(gate_up: Tensor) -> PackedRows:
+    """`pack_rows(geglu(gate_up))`, gate_up [T, 2 n], in one launch."""
     check_contiguous(gate_up)
     rows, n = len(gate_up), gate_up.shape[1] // 2
-    out, block = ScaledRows.empty(gate_up[:, :n]), next_power_of_2(n)
+    out, block = PackedRows.empty(gate_up[:, :n]), next_power_of_2(n)
     launch(_gelu_mul_rows, (rows,), gate_up, out.values, out.scale, N=n, BLOCK=block, warps=scale_warps(block))
     return out
 

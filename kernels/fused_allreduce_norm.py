@@ -34,7 +34,7 @@ from triton.language import constexpr
 
 from kernels.launch import INTERPRET, enabled, launch, next_power_of_2, now, trigger, wait
 from kernels.norm import norm_add, rms_norm
-from kernels.packed import Activations, ScaledRows, store_scaled
+from kernels.packed import Activations, PackedRows, store_scaled
 
 BUFFERS = 5
 WAIT_S = 10.0  # for a peer's part, until `AllReduceInbox.wait_at_most` says otherwise
@@ -46,7 +46,7 @@ _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inb
 
 class Norms(NamedTuple):
     """Weights [n] of a fused norm: `post`, of two parts behind one each (`halves`); `next_norm`: the next pre-norm, None: no x.
-    packs: x may come as `ScaledRows`, for a product of packed operands."""
+    packs: x may come as `PackedRows`, for a product of packed operands."""
 
     post: Tensor | None
     next_norm: Tensor | None
@@ -165,7 +165,7 @@ def fused_allreduce_norm(
     h = torch.empty_like(part if residual is None else residual)
     x: Activations | None = None
     if norms.next_norm is not None or stages is _SHARDED:
-        x = ScaledRows.empty(h) if norms.packs and stages is not _SHARDED else torch.empty_like(h)
+        x = PackedRows.empty(h) if norms.packs and stages is not _SHARDED else torch.empty_like(h)
     _launch(part, residual, norms, eps, scalar, scale, peers, h, x, buffer, stages)
     return h, x
 
@@ -189,7 +189,7 @@ def _launch(
     size, inbox_rows, width = (1, 0, 0) if peers is None else (peers.size, peers.rows, peers.width)
     group = (None, None, None, 0) if peers is None else (peers.pointers, peers.inbox, peers.errors, peers.rank)
     halves: tuple[Tensor | None, ...] = norms.halves or (None, None)
-    outs: tuple[Tensor | None, ...] = (x.values, x.scale) if isinstance(x, ScaledRows) else (x, None)
+    outs: tuple[Tensor | None, ...] = (x.values, x.scale) if isinstance(x, PackedRows) else (x, None)
     kernel, own = _allreduce_norm, {"RECEIVE": stages[1], "PARTS": part.shape[0] if part.ndim == 3 else 1}
     if len(stages) == len(_SHARDED):
         kernel, own, halves = _allreduce_norm_sharded, {"NORM": stages[1], "RECEIVE": stages[2]}, ()

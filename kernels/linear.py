@@ -29,10 +29,10 @@ from kernels.packed import (
     Matrix,
     PackedMatrix,
     operands,
+    pack_rows,
     packed_matrix,
     scaled,
     scaled_product,
-    scaled_rows,
     scaled_tile,
 )
 from kernels.tiles import GemmShape, Tile, choose
@@ -74,7 +74,7 @@ def linear(x: Activations, weight: Matrix, epilogue: Epilogue = NONE, out: Tenso
 
 
 def linear_gated(x: Activations, weight: Matrix, *, packs: bool) -> Activations:
-    """`linear` with GEGLU. packs: of many rows the result comes as `ScaledRows`, for a product of packed operands."""
+    """`linear` with GEGLU. packs: of many rows the result comes as `PackedRows`, for a product of packed operands."""
     if packs and enabled(x) and _tile(x, packed_matrix(weight), gated=True) is None:
         return geglu_rows(linear(x, weight))
     return linear(x, weight, GEGLU)
@@ -109,7 +109,7 @@ def _out(x: Activations, weight: PackedMatrix, epilogue: Epilogue) -> Tensor:
 
 def _library(x: Activations, weight: PackedMatrix, out: Tensor) -> Tensor:
     if weight.scale is not None:
-        return scaled_product(scaled_rows(x), weight, out)
+        return scaled_product(pack_rows(x), weight, out)
     assert isinstance(x, Tensor)
     if x.is_cuda and out.dtype != x.dtype:
         return torch.mm(x, weight.values.t(), out_dtype=out.dtype, out=out)

@@ -51,7 +51,7 @@ Matrix = Tensor | PackedMatrix
 
 
 @dataclass(frozen=True)
-class ScaledRows:
+class PackedRows:
     """x [T, n] as values e4m3 [T, n] and scale fp32 [T]; dtype: of the rows before."""
 
     values: Tensor
@@ -59,7 +59,7 @@ class ScaledRows:
     dtype: torch.dtype
 
     @classmethod
-    def empty(cls, x: Tensor) -> "ScaledRows":
+    def empty(cls, x: Tensor) -> "PackedRows":
         """Rows of x's shape, to be written."""
         return cls(x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), dtype=torch.float32), x.dtype)
 
@@ -87,7 +87,7 @@ class ScaledRows:
         return self.values.new_empty(shape, dtype=dtype or self.dtype)
 
 
-Activations = Tensor | ScaledRows
+Activations = Tensor | PackedRows
 
 
 def packed_matrix(matrix: Matrix) -> PackedMatrix:
@@ -107,15 +107,15 @@ def unpacked(matrix: PackedMatrix) -> Tensor:
     return values if matrix.scale is None else values * matrix.scale[..., None]
 
 
-def scaled_rows(x: Activations) -> ScaledRows:
+def pack_rows(x: Activations) -> PackedRows:
     """x [T, n] -> each row in e4m3 with a scale of its own. A row that has NaN or infinity gives NaN."""
-    if isinstance(x, ScaledRows):
+    if isinstance(x, PackedRows):
         return x
     check_contiguous(x)
     if not enabled(x):
         scale = (x.float().abs().amax(1) / LARGEST).clamp_min(_LEAST_SCALE)
-        return ScaledRows((x.float() / scale[:, None]).to(E4M3), scale, x.dtype)
-    out, block = ScaledRows.empty(x), next_power_of_2(x.shape[1])
+        return PackedRows((x.float() / scale[:, None]).to(E4M3), scale, x.dtype)
+    out, block = PackedRows.empty(x), next_power_of_2(x.shape[1])
     launch(_scale_rows, (len(x),), x, out.values, out.scale, N=x.shape[1], BLOCK=block, warps=scale_warps(block))
     return out
 
@@ -125,7 +125,7 @@ def operands(x: Activations, weight: PackedMatrix) -> tuple[Tensor, Tensor | Non
     if weight.scale is None:
         assert isinstance(x, Tensor), "only products of packed weights read packed rows"
         return x, None
-    rows = scaled_rows(x)
+    rows = pack_rows(x)
     return rows.values, rows.scale
 
 
@@ -134,7 +134,7 @@ def scale_warps(block: int) -> int:
     return 4 if block <= 8192 else 8
 
 
-def scaled_product(x: ScaledRows, weight: PackedMatrix, out: Tensor) -> Tensor:
+def scaled_product(x: PackedRows, weight: PackedMatrix, out: Tensor) -> Tensor:
     """x [T, n] and an fp8 weight [m, n] -> `out` [T, m], by the library."""
     assert weight.scale is not None
     if out.is_cuda and out.dtype == torch.bfloat16 and len(out):

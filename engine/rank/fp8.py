@@ -22,7 +22,7 @@ class Fp8Weight(Weight):
         return unpacked(self.matrix).to(self.dtype)
 
 
-def packed_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Plain rows [..., m, n] -> values and scale."""
     packed = fp8_matrix(rows)
     assert packed.scale is not None

@@ -17,7 +17,7 @@ from engine.rank.parallel import Parallel
 from engine.rank.weight import Weight
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, Norms, fused_allreduce_norm
 from kernels.linear import GEGLU
-from kernels.packed import Activations, ScaledRows
+from kernels.packed import Activations, PackedRows
 from kernels.sequence_parallel import GatheredRows, Pieces, SequenceParallel
 
 Peers = AllReduceInbox | SequenceParallel | None
@@ -110,7 +110,7 @@ class OwnRows(Exchange):
         return (weight.product(piece, GEGLU) for piece in x.pieces())
 
     def row_parallel(self, weight: Weight, x: Activations | Pieces) -> Part:
-        assert not isinstance(x, ScaledRows)
+        assert not isinstance(x, PackedRows)
         return (weight.product(piece) for piece in self._sequence.cut(x))
 
     def sum_norm(

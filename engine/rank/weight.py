@@ -28,7 +28,7 @@ class Weight(nn.Module):
     """W [m, n], or that of each expert [experts, m, n]: this rank's part of the matrix. Made without tensors, by its shape alone.
 
     weight      its values in `dtype`
-    packs_rows  its products read x as `kernels.packed.ScaledRows`: whoever makes x may pack it
+    packs_rows  its products read x as `kernels.packed.PackedRows`: whoever makes x may pack it
     """
 
     weight: Tensor

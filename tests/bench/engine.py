@@ -277,6 +277,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="random:31b")
     parser.add_argument("--weights", default="auto", help="plain or fp8")
+    parser.add_argument("--memory-fraction", type=float, default=0.9)
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--shard-of", type=int, default=1, metavar="N", help="a rank's shard of N, as a model of its own")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -317,6 +318,7 @@ def serve(folder: Path, drafter: Path, args: argparse.Namespace) -> list[Row]:
         prefill_budget=args.prefill_budget,
         prefix_cache=False,
         weights=args.weights,
+        memory_fraction=args.memory_fraction,
         tpot_target_ms=args.tpot_target,
     )
     synthetic = Synthetic(args.accepted, 5 if args.drafts == "auto" else args.drafts)

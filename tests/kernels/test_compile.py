@@ -24,7 +24,7 @@ from engine.rank.stages.sample_stage import LARGEST_SAMPLERS
 from kernels.axial_rope import head_norm, norm_axial_rope
 from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
 from kernels.decode import decode_splits
-from kernels.filters import filtered_tokens, scaled_rows, write_tokens
+from kernels.filters import filtered_tokens, pack_rows, write_tokens
 from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_norm
 from kernels.launch import launch, trigger, wait
 from kernels.linear import GEGLU, NONE, _run, linear, linear_send
@@ -142,7 +142,7 @@ def sampling_batch(rows: int) -> SamplingBatch:
 def filters_nodes() -> None:
     """Filtered rows of one rank of four, and its share of 30 rows."""
     batch = sampling_batch(30)
-    filtered_tokens(scaled_rows(fp32(4, 8, 65536), batch, 1, 262144), batch, ints(30, 2))
+    filtered_tokens(pack_rows(fp32(4, 8, 65536), batch, 1, 262144), batch, ints(30, 2))
     write_tokens(ints(32), batch, ints(30, 2))
 
 

@@ -33,7 +33,7 @@ from kernels.activation import geglu
 from kernels.axial_rope import axial_tables, head_norm, norm_axial_rope
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.norm import rms_norm
-from kernels.packed import ScaledRows
+from kernels.packed import PackedRows
 from kernels.qkv import inverse_frequencies
 from kernels.ragged_attention import ragged_attention
 
@@ -76,7 +76,7 @@ class VisionBlock(nn.Module):
 
     def _sum(self, part: Tensor, residual: Tensor, norms: Norms) -> tuple[Tensor, Tensor]:
         h, x = fused_allreduce_norm(part, residual, norms, self._eps)
-        assert not isinstance(x, ScaledRows)
+        assert not isinstance(x, PackedRows)
         return h, h if x is None else x
 
     def _attend(self, x: Tensor, rows: Rows) -> Tensor:
