@@ -179,6 +179,29 @@ def test_what_no_replica_is_asked_is_refused_in_shape(tmp_path: Path, line: str,
         assert b'"error"' not in answered(url, said)
 
 
+@pytest.mark.parametrize("fault", [False, True])
+def test_methods_that_http_lacks_are_one_label(tmp_path: Path, fault: bool) -> None:
+    """Ray makes a label of the method that HAProxy logs: whatever clients invent is OTHER. Planted: Serve's own configuration."""
+    log = tmp_path / "log.sock"
+    form = '"%{+Q,+E}o [serve@1 method=%HM status=%ST]"'
+    route = f"option httplog\n    log {log} format rfc5424 local1 debug\n    log-format-sd {form}"
+    wrapper = haproxy_binary() or "" if fault else WRAPPER
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard,
+        haproxy(tmp_path, free_port(), None, wrapper, route=route) as url,
+    ):
+        heard.settimeout(20)
+        heard.bind(str(log))
+        methods = list[str]()
+        for method in (b"GET", b"POST", b"AAAA1", b"AAAA2"):
+            answered(url, method + b" /a HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            while b" status=404]" not in (line := heard.recv(8192)):  # of whoever looked whether the port is open
+                pass
+            methods.append(json.loads(line.partition(b"method=")[2].partition(b" ")[0]))
+    log.unlink()
+    assert methods == ["GET", "POST", *(["AAAA1", "AAAA2"] if fault else ["OTHER"] * 2)]
+
+
 def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond QUARTET_CONNECTIONS_PER_ADDRESS one is closed at once, until another ends; others are served. Planted: no limit."""
 
