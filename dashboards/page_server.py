@@ -39,7 +39,7 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, host: str, port: int, pages: Mapping[str, Page], name: str) -> None:
         """Open the port (0: a free one). OSError: it cannot be opened."""
-        self.pages = pages
+        self.pages = dict(pages)
         self.address_family = socket.getaddrinfo(host, port)[0][0]
         super().__init__((host, port), _Handler)
         address = f"[{host}]" if ":" in host else host

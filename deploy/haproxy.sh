@@ -10,7 +10,7 @@
 #                         comes, and the engine works on for nobody (seen with 2.8.25)
 #   errorfile             errors have OpenAI's shape where no replica answers or is asked. What is not HTTP gets HAProxy's own texts
 #   deny_status 503       where HAProxy or Serve's proxy knows no application yet, or no more: they have a 404 in plain text for it,
-#                         after which no client asks again
+#                         after which no client asks again. Of an application whose deployment failed Serve has a 503 in plain text
 #   log-format-sd         Ray makes a label of the method in it, and each method that a client invents would be a series of its own:
 #                         those that HTTP lacks are one, OTHER
 #   stick-table           with QUARTET_CONNECTIONS_PER_ADDRESS, bounds the connections of an address. Behind another proxy all
@@ -24,7 +24,7 @@ json="content-type application/json file $errors"
 known="{ method GET HEAD POST PUT PATCH DELETE OPTIONS TRACE }"
 other="hdr allow \"GET, POST\" unless $known"
 method="http-request set-var(txn.method) method if $known\n    http-request set-var(txn.method) str(OTHER) unless $known"
-gone="http-response deny deny_status 503 if { status 404 } { res.hdr(content-type) -m beg text/plain }"
+gone="http-response deny deny_status 503 if { status 404 503 } { res.hdr(content-type) -m beg text/plain }"
 limit=${QUARTET_CONNECTIONS_PER_ADDRESS:-}
 counted="stick-table type ipv6 size 64k expire 1h store conn_cur\n    tcp-request connection track-sc0 src"
 counted="$counted\n    tcp-request connection reject if { sc0_conn_cur gt $limit }"

@@ -2,10 +2,10 @@
 
     edge --a socket for each task--> side process --fork--> a process: reads its task, answers, and is gone
 
-What it runs was written by others, and reads what anybody sends. A process of its own has one task, a time of CPU and a memory, and
-whatever it did ends with it. What all of them need is loaded once, before any fork. It ends when the edge closes its end. No
-program that it might start has more rights than it has. The first byte on a task's socket brings the pidfd of its process, so that the edge
-can kill one that is stopped.
+What it runs was written by others, and reads what anybody sends. A process of its own has one task, a time of CPU and a memory,
+and whatever it did ends with it. No program that it might start has more rights than it has. What all of them need is loaded once,
+before any fork. The side process ends when the edge closes its end. The first byte on a task's socket brings the pidfd of the
+task's process, so that the edge can kill one that is stopped.
 """
 
 import contextlib
