@@ -15,7 +15,7 @@ from engine.errors import Overloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 TAKE_S = 60.0  # until a process has a task; starting takes seconds
-ANSWER_S = 120.0  # for a task, most of which is bounded by CPU time: a process that is stopped uses none
+ANSWER_S = 120.0  # for a task, more than `media.fetch_timeout_s` may be; the bound of CPU time ends no process that is stopped
 _CHUNK = 1 << 20
 _KEPT = ("LD_LIBRARY_PATH", "LANG", "LC_ALL")
 _ENDED = "The side process has ended; please try again shortly."
