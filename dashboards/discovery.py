@@ -5,41 +5,35 @@
                                            nodes -----------------------> /ray       http_sd of Ray's own exporters, one a node
 
 A replica that is silent for UNLISTED_AFTER_S is no target any more; after VANISHED_AFTER_S it has vanished, and its last counts
-go into the retired ones, when Prometheus has long ceased to scrape it. A later heartbeat of it is refused, or its counts would be
-there twice. What a replica had open when it went is lost with it: its final counts have as many more requests that ended `dead`.
+go into the retired ones, when Prometheus has long ceased to scrape it. A replica that was paused for longer is found again by its
+next heartbeat, and only what it counts from then on is added. What a replica had open when it went is lost with it: its final
+counts have as many more requests that ended `dead`, and those of a paused replica stay counted so.
 """
 
 import json
-import socket
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client import Metric as Family
-from prometheus_client import generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
-from dashboards.exporter import page_url
 from dashboards.metrics import CAUSES, DEPLOYMENT_TOTALS, DISCOVERY_METRICS, RESTARTS, RETIRED, TARGET_LABELS
+from dashboards.page_server import Page, PageServer, metrics_page
 from dashboards.series import Counts, Series
 from engine.errors import ConfigError
 
 UNLISTED_AFTER_S = 3.5
 VANISHED_AFTER_S = 10.0
 SHOWN_DOWN_S = 600.0  # how long a replica that is gone still shows as down
-TICK_S = 0.5
 _PAUSE_S = 2.0  # the endpoint itself did not run for so long: no replica counts as silent for it
 _REMEMBERED = 4096
 _RETIRED = RETIRED | {RESTARTS.name: RESTARTS}
 
 HttpSdList = list[dict[str, Any]]  # as Prometheus reads it
-HeartbeatReply = Literal["ok", "gone"]
 
 
 class ScrapeTarget(NamedTuple):
@@ -63,7 +57,19 @@ class _Member:
     target: ScrapeTarget
     counts: Counts
     seen: float
+    retired: Counts  # what is among the retired counts already: it vanished, and came back
     silent: bool = False
+
+    def added(self) -> Counts:
+        """What it has counted beyond the retired counts."""
+        return {key: max(0.0, value - self.retired.get(key, 0.0)) for key, value in self.counts.items()}
+
+
+class _Departed(NamedTuple):
+    target: ScrapeTarget
+    since: float
+    vanished: bool
+    counts: Counts
 
 
 class ReplicaRegistry(Collector):
@@ -74,31 +80,41 @@ class ReplicaRegistry(Collector):
         self._lock = threading.Lock()
         self._members: dict[str, _Member] = {}
         self._retired: dict[tuple[str, str], Counts] = defaultdict(dict)  # what a deployment's replicas have left behind
-        self._gone: dict[str, tuple[ScrapeTarget, float]] = {}  # and since when, oldest first
+        self._gone: dict[str, _Departed] = {}  # oldest first
         self._ticked = clock()
 
     # -- replicas
 
-    def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply:
-        """Note that a replica lives, and its counts; the first heartbeat registers it. `gone`: it has left, or was given up."""
+    def heartbeat(self, target: ScrapeTarget, counts: Counts) -> None:
+        """Note that a replica lives, and its counts; the first heartbeat registers it. One that has deregistered is ignored."""
         with self._lock:
-            if target.replica in self._gone:
-                return "gone"
-            retired = self._retired[target[:2]]
-            for key in (*counts, *((RESTARTS.name, (cause,)) for cause in CAUSES)):
-                retired.setdefault(key, 0.0)  # at zero before its first death, or `increase` would miss that
-            self._members[target.replica] = _Member(target, counts, self._clock())
-            return "ok"
+            self._note(target, counts)
 
     def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
         """Take a replica's last message; `cause`: one of CAUSES, or None for an orderly end. Idempotent: the first one counts."""
         with self._lock:
-            if target.replica not in self._gone:
-                self._members[target.replica] = _Member(target, counts, self._clock())
+            if self._note(target, counts):
                 self._retire(target.replica, cause)
 
+    def _note(self, target: ScrapeTarget, counts: Counts) -> bool:
+        """Keep a replica's counts; False: it has deregistered."""
+        before = self._members.get(target.replica) or self._gone.get(target.replica)
+        if isinstance(before, _Departed) and not before.vanished:
+            return False
+        retired = self._retired[target[:2]]
+        for key in (*counts, *((RESTARTS.name, (cause,)) for cause in CAUSES)):
+            retired.setdefault(key, 0.0)  # at zero before its first death, or `increase` would miss that
+        already: Counts = {}
+        if isinstance(before, _Departed):
+            del self._gone[target.replica]
+            already = before.counts
+        elif before is not None:
+            already = before.retired
+        self._members[target.replica] = _Member(target, counts, self._clock(), already)
+        return True
+
     def tick(self) -> None:
-        """Look who has gone silent; to be called about every TICK_S."""
+        """Look who has gone silent; to be called about twice a second."""
         with self._lock:
             now = self._clock()
             pause = now - self._ticked if now - self._ticked > _PAUSE_S else 0.0
@@ -113,11 +129,12 @@ class ReplicaRegistry(Collector):
         member = self._members.pop(replica)
         retired = self._retired[member.target[:2]]
         restarts = [((RESTARTS.name, (cause,)), 1.0)] if cause else []
-        ended = sum(value for (name, _), value in member.counts.items() if name == "quartet_requests_total")
-        lost = max(0.0, member.counts.get(("quartet_requests_received_total", ()), 0.0) - ended)  # received, and not ended
-        for key, value in (*member.counts.items(), (("quartet_requests_total", ("dead",)), lost), *restarts):
+        added = member.added()
+        ended = sum(value for (name, _), value in added.items() if name == "quartet_requests_total")
+        lost = max(0.0, added.get(("quartet_requests_received_total", ()), 0.0) - ended)  # received, and not ended
+        for key, value in (*added.items(), (("quartet_requests_total", ("dead",)), lost), *restarts):
             retired[key] = retired.get(key, 0.0) + value
-        self._gone[replica] = member.target, self._clock()
+        self._gone[replica] = _Departed(member.target, self._clock(), cause == "vanished", member.counts)
         if len(self._gone) > _REMEMBERED:
             del self._gone[next(iter(self._gone))]
 
@@ -134,15 +151,15 @@ class ReplicaRegistry(Collector):
         series = {row.name: Series(row) for row in DISCOVERY_METRICS}
         with self._lock:
             group_up = series["quartet_group_up"].values
-            for target, since in self._gone.values():
-                if self._clock() - since <= SHOWN_DOWN_S:
-                    group_up[target[:-1]] = 0.0
+            for departed in self._gone.values():
+                if self._clock() - departed.since <= SHOWN_DOWN_S:
+                    group_up[departed.target[:-1]] = 0.0
             for member in self._members.values():
                 group_up[member.target[:-1]] = float(not member.silent)
             for deployment, retired in self._retired.items():
                 members = [member for member in self._members.values() if member.target[:2] == deployment]
                 series["quartet_groups"].values[deployment] = sum(not member.silent for member in members)
-                living = [(DEPLOYMENT_TOTALS, member.counts) for member in members]
+                living = [(DEPLOYMENT_TOTALS, member.added()) for member in members]
                 for rows, counts in ((_RETIRED, retired), (DEPLOYMENT_TOTALS, retired), *living):
                     for (name, labels), value in counts.items():
                         if name in rows:
@@ -151,49 +168,22 @@ class ReplicaRegistry(Collector):
             yield row.family()
 
 
-class DiscoveryServer(ThreadingHTTPServer):
+class DiscoveryServer(PageServer):
     """`/targets`, `/ray` and `/metrics` of a registry, on a thread of its own, which also ticks."""
 
     def __init__(self, registry: ReplicaRegistry, host: str, port: int, nodes: Callable[[], HttpSdList] = list) -> None:
         """Open the port (0: a free one). ConfigError when it is taken. `nodes`: what /ray lists; 503 where that raises one."""
         self._registry = registry
-        self.pages: dict[str, tuple[str, Callable[[], bytes]]] = {
-            "/targets": ("application/json", lambda: json.dumps(registry.targets()).encode()),
-            "/ray": ("application/json", lambda: json.dumps(nodes()).encode()),
-            "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(registry)),
+        pages = {
+            "/targets": Page("application/json", lambda: json.dumps(registry.targets()).encode()),
+            "/ray": Page("application/json", lambda: json.dumps(nodes()).encode()),
+            "/metrics": metrics_page(registry),
         }
         try:
-            self.address_family = socket.getaddrinfo(host, port)[0][0]
-            super().__init__((host, port), _Handler)
+            super().__init__(host, port, pages, "discovery")
         except OSError as error:
             raise ConfigError(f"metrics.discovery: cannot listen on {host}:{port}: {error.strerror}") from error
-        self.url = page_url(host, self.server_port, "targets")
-        threading.Thread(target=self.serve_forever, args=(TICK_S,), name="discovery", daemon=True).start()
 
     def service_actions(self) -> None:
         """Tick; serve_forever calls it at every turn."""
         self._registry.tick()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: DiscoveryServer
-    timeout = 10.0
-
-    def do_GET(self) -> None:
-        """Answer with the page of the path, or 404; 503 where that fails now: Prometheus then keeps its list."""
-        pages = self.server.pages
-        status, kind, body = 404, "text/plain", f"there are {', '.join(pages)}\n".encode()
-        if page := pages.get(self.path.partition("?")[0]):
-            try:
-                status, kind, body = 200, page[0], page[1]()
-            except ConfigError as error:
-                status, body = 503, str(error).encode()
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """Log nothing: one line a scrape is noise."""

@@ -13,17 +13,16 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client import Metric as Family
 from prometheus_client.registry import Collector
 
 from dashboards.aliases import aliases
 from dashboards.derived import Derivation
 from dashboards.metrics import ENGINE, RETIRED, Metric
+from dashboards.page_server import PageServer, metrics_page
 from dashboards.series import Counts, FastHistogram, Series
 from engine.errors import ConfigError
 from engine.events import EngineFailed, Event, ScrapeGauges
@@ -66,7 +65,7 @@ class Exporter(Collector):
         for row in ENGINE:
             self._add(row)
         self._scraping = threading.Lock()
-        self._cleanup = ExitStack()
+        self._server: PageServer | None = None
 
     def _add(self, row: Metric) -> None:
         origin, _, field = row.source.partition(".")
@@ -124,24 +123,16 @@ class Exporter(Collector):
 
     def serve(self, host: str, port: int) -> str:
         """Open the port (0: a free one) in a thread; returns the URL. ConfigError when it is taken."""
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
         try:
-            server, thread = start_http_server(port, addr=host, registry=registry)
+            self._server = PageServer(host, port, {"/metrics": metrics_page(self)}, "exporter")
         except OSError as error:
             advice = "port 0 is a free one for each replica"
             raise ConfigError(f"metrics.host, metrics.port: cannot listen on {host}:{port}: {error.strerror} ({advice})") from error
-        for step in (thread.join, server.server_close, server.shutdown):  # the last one is called first
-            self._cleanup.callback(step)
-        url = page_url(host, server.server_port, "metrics")
-        logger.info("metrics on %s", url)
-        return url
+        logger.info("metrics on %s", self._server.url)
+        return self._server.url
 
     def close(self) -> None:
         """Give the port back; idempotent."""
-        self._cleanup.close()
-
-
-def page_url(host: str, port: int, page: str) -> str:
-    """Returns the URL of a page; of an IPv6 address brackets are around it."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/{page}"
+        if self._server is not None:
+            self._server.stop()
+            self._server = None

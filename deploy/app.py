@@ -29,6 +29,7 @@ from cluster.group import Group
 from cluster.health import Death, Watcher
 from dashboards.exporter import Exporter, Facts
 from deploy import environment
+from deploy.edge.freed_memory import keep_large_blocks_apart
 from deploy.edge.grammar_process import complaint
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.media.media_preparer import MediaPreparer
@@ -107,6 +108,7 @@ class Quartet:
         self._closing = False
         self._settings = Settings.read(args)
         logs.install(self._settings.logs)
+        keep_large_blocks_apart()
         _warn_about_ray_settings()
         self._keys = KeyRing(self._settings.keys) if self._settings.keys.needed else None
         metrics = self._settings.metrics

@@ -10,7 +10,9 @@
 #                         comes, and the engine works on for nobody (seen with 2.8.25)
 #   errorfile             errors have OpenAI's shape where no replica answers or is asked. What is not HTTP gets HAProxy's own texts
 #   deny_status 503       where HAProxy or Serve's proxy knows no application yet, or no more: they have a 404 in plain text for it,
-#                         after which no client asks again
+#                         after which no client asks again. Of an application whose deployment failed Serve has a 503 in plain text
+#   log-format-sd         Ray makes a label of the method in it, and each method that a client invents would be a series of its own:
+#                         those that HTTP lacks are one, OTHER
 #   stick-table           with QUARTET_CONNECTIONS_PER_ADDRESS, bounds the connections of an address. Behind another proxy all
 #                         clients have one address
 #
@@ -19,8 +21,10 @@ set -eu
 ours="option forwardfor\n    option http-server-close\n    timeout http-request ${QUARTET_HEAD_TIMEOUT:-10s}"
 errors=${QUARTET_ERRORS:-}
 json="content-type application/json file $errors"
-other="hdr allow \"GET, POST\" unless { method GET HEAD POST PUT PATCH DELETE OPTIONS TRACE }"
-gone="http-response deny deny_status 503 if { status 404 } { res.hdr(content-type) -m beg text/plain }"
+known="{ method GET HEAD POST PUT PATCH DELETE OPTIONS TRACE }"
+other="hdr allow \"GET, POST\" unless $known"
+method="http-request set-var(txn.method) method if $known\n    http-request set-var(txn.method) str(OTHER) unless $known"
+gone="http-response deny deny_status 503 if { status 404 503 } { res.hdr(content-type) -m beg text/plain }"
 limit=${QUARTET_CONNECTIONS_PER_ADDRESS:-}
 counted="stick-table type ipv6 size 64k expire 1h store conn_cur\n    tcp-request connection track-sc0 src"
 counted="$counted\n    tcp-request connection reject if { sc0_conn_cur gt $limit }"
@@ -30,6 +34,7 @@ for argument in "$@"; do
         [ -z "$errors" ] || sed -i -e "s#^\( *errorfile \(50[234]\)\) .*#\1 $errors/\2.http#" \
             -e "s#^\( *http-request return status 404\) content-type text/plain lf-string .*#    http-request deny deny_status 503 if { path_beg / }\n\1 $json/404.json#" \
             -e "s#^frontend http_frontend\$#&\n    http-request return status 405 $json/405.json $other\n    $gone#" "$argument"
+        sed -i -e "s#^frontend http_frontend\$#&\n    $method#" -e 's/ method=%HM / method=%[var(txn.method)] /' "$argument"
         [ -z "$limit" ] || sed -i "s#^frontend http_frontend\$#&\n    $counted#" "$argument"
         sed -i -e 's/^\( *bind \)\**:\([0-9][0-9]*\)/\1127.0.0.1:\2/' -e '/^ *option splice-request$/d' \
             -e "/^defaults/,/^frontend/s/^ *mode http\$/&\n    $ours/" "$argument"

@@ -141,18 +141,22 @@ class Launch:
             os.environ.setdefault(KEYS_VARIABLE, msgspec.json.encode(keys).decode())
 
     def _init_ray(self) -> None:
+        """Start Ray's servers. EngineDead: they did not come."""
         import ray
         from ray._private import utils
 
         utils.set_sigterm_handler = lambda _handler: None  # ours stays: Ray's would end the process with a code of its own
         self._servers = [0]  # no process: what is half there is no Ray to end in order, and may crash
-        ray.init(
-            address="local",
-            namespace="serve",
-            include_dashboard=False,
-            logging_level="warning",
-            _temp_dir=str(self.folder / "ray"),
-        )
+        try:
+            ray.init(
+                address="local",
+                namespace="serve",
+                include_dashboard=False,
+                logging_level="warning",
+                _temp_dir=str(self.folder / "ray"),
+            )
+        except Exception as error:  # Ray raises plain ones, such as of a time-out
+            raise EngineDead(f"Ray could not start: {last_error(str(error))}") from error
         signal.signal(signal.SIGTERM, interrupt)  # Ray's C++ has put its own in its place
         self._servers = [pid for pid in descendants() if is_ray_server(pid)]
         self._mark("Ray")
@@ -277,8 +281,8 @@ def handling(handler: Callable[[int, object], None] | signal.Handlers) -> Iterat
 def _sweep() -> None:
     """Ends what launchers have left that were killed before they could: processes, which may hold ports, and folders."""
     for owner in Path(_TMP).glob(f"q-*/{_OWNER}"):
-        with contextlib.suppress(OSError, ValueError):  # another user's, or just being removed
-            if not Path(f"/proc/{int(owner.read_text())}").exists():
+        with contextlib.suppress(OSError, ValueError):  # another user's, or just being removed; of a pipe a read may not end
+            if owner.is_file() and not Path(f"/proc/{int(owner.read_text())}").exists():
                 for pid in started_with(bytes(owner.with_name("admin.sock"))):
                     os.kill(pid, signal.SIGKILL)
                 shutil.rmtree(owner.parent)

@@ -86,10 +86,7 @@ class HeartbeatSender:
                 if not known:
                     self.on_url(self.registry.call("url", 20.0))  # starts the actor, where there is none: that may take a while
                     known = True
-                if self.registry.call("heartbeat", 2.0, self.target, self.counts()) == "gone":
-                    if not self._over.is_set():
-                        logger.error("discovery has given this replica up: Prometheus does not see it any more")
-                    return
+                self.registry.call("heartbeat", 2.0, self.target, self.counts())
                 complained = False
             except RayError as error:
                 if not complained and not self._over.is_set():

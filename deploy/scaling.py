@@ -25,6 +25,7 @@ POLICY = "deploy.scaling:Scaling"
 TTFT_WINDOW_S = 15.0
 SUMMED_FIGURES = ("slots", "kv", "waiting_tokens")
 _ROUNDING = 1e-9
+_MOST_TOKENS = 1e9
 _WORST = 0.9  # of the recent TTFTs, in order: the one at this place
 
 logger = logging.getLogger("ray.serve")
@@ -95,7 +96,8 @@ class Scaling:
     downscale_threshold  replicas go only if the rest then stay below this share of each target: between both nothing moves
 
     While first tokens come later than the objective, and something does wait, replicas are added in proportion: twice as many at
-    most, and only once what the last change brought can be seen. While no replica tells figures, nothing moves.
+    most, and only once what the last change brought can be seen. While no replica tells figures, nothing moves. A figure that is
+    no finite number counts as not told. Ages are of the monotonic clock: that of the context may jump.
     """
 
     slots: float = 0.8
@@ -106,22 +108,23 @@ class Scaling:
     def __post_init__(self) -> None:
         for target in fields(self):
             value = getattr(self, target.name)
-            ceiling = math.inf if target.name == "waiting_tokens" else 1.0
+            ceiling = _MOST_TOKENS if target.name == "waiting_tokens" else 1.0
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= ceiling:
                 raise ValueError(f"policy_kwargs.{target.name}: {value!r} is not a number in (0, {ceiling:g}]")
 
     def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
         """Decide on (replicas, state), as Serve asks every tick."""
-        metrics = context.aggregated_metrics or {}
+        told = {name: _finite(values) for name, values in (context.aggregated_metrics or {}).items()}
         target = context.target_num_replicas
-        sums = {name: sum(metrics.get(name, {}).values()) for name in SUMMED_FIGURES}
-        late = max(metrics.get("late", {}).values(), default=0.0)
-        settled = self._settled(context)
-        if context.current_num_replicas and not any(metrics.get(name) for name in SUMMED_FIGURES):
+        sums = {name: sum(told.get(name, ())) for name in SUMMED_FIGURES}
+        late = max(told.get("late", ()), default=0.0)
+        now = monotonic()
+        settled = self._settled(context, now)
+        if target and not any(told.get(name) for name in SUMMED_FIGURES):
             return target, {"wanted": target, "settled": settled}
         replicas, why = max(self._needed(sums, 1.0))
         seen_s = TTFT_WINDOW_S + context.config.look_back_period_s  # from here on figures speak of the replicas of now alone
-        if late > 1 and sums["waiting_tokens"] and settled is not None and context.current_time - settled >= seen_s:
+        if late > 1 and sums["waiting_tokens"] and settled is not None and now - settled >= seen_s:
             replicas, why = max((replicas, why), (math.ceil(target * min(late, 2.0)), "late"))
         if replicas < target:
             replicas, why = max(self._needed(sums, self.downscale_threshold))
@@ -136,15 +139,20 @@ class Scaling:
         for name, total in sums.items():
             yield math.ceil(total / (share * getattr(self, name)) - _ROUNDING), name
 
-    def _settled(self, context: "AutoscalingContext") -> float | None:
+    def _settled(self, context: "AutoscalingContext", now: float) -> float | None:
         """Return since when all wanted replicas run; None while some are starting or ending."""
         if context.current_num_replicas != context.target_num_replicas:
             return None
         since: float | None = context.policy_state.get("settled")
-        return context.current_time if since is None else since
+        return now if since is None else min(since, now)  # another machine's clock may be ahead of this one's
 
     def _log_change(self, context: "AutoscalingContext", replicas: int, why: str, figures: Mapping[str, float]) -> None:
         """Log one line at each change of the decision."""
         if replicas != context.policy_state.get("wanted", context.target_num_replicas):
             shown = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
             logger.info("scaling: %d replicas wanted, by %s (%s)", replicas, why, shown)
+
+
+def _finite(values: Mapping[str, float]) -> list[float]:
+    """Returns the figures that are finite numbers and not negative."""
+    return [value for value in values.values() if 0 <= value < math.inf]

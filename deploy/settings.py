@@ -29,7 +29,7 @@ from engine.protocol import FrozenStruct
 IMPORT_PATH = "deploy.app:build"
 DEPLOYMENT = "Quartet"
 LONGEST_S = 2_147_483  # 24 days: C counts milliseconds in 32 bits, and so does HAProxy
-LARGEST = 2**63 - 1  # beyond, Serve cannot hand the settings on
+LARGEST = 1 << 42  # 4 TiB, or so many of anything: more is a slip
 ServeConfig = dict[str, Any]  # all of a Serve config, or a part of it, as the YAML has it
 
 Port = Annotated[int, Meta(ge=0, le=65535)]

@@ -76,7 +76,7 @@ class MediaSettings(FrozenStruct):
     may be inside"""
     fetch_bytes: Annotated[int, Meta(ge=1024, le=1 << 28)] = 24 << 20
     """bytes of a file that is fetched"""
-    fetch_timeout_s: Duration = 10.0
+    fetch_timeout_s: Annotated[float, Meta(gt=0, le=100)] = 10.0
     """time to fetch one, redirects included"""
 
 

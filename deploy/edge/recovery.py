@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -65,9 +66,8 @@ class Recovery:
                 await work
         finally:
             work.cancel()
-            await asyncio.wait({work})
-            if not work.cancelled() and (error := work.exception()) not in (None, sys.exception()):
-                logger.error("a request that was given up failed", exc_info=error)
+            await asyncio.wait({work}, timeout=PERIOD_S)  # the client has its answer even if Serve does not let go
+            work.add_done_callback(partial(_log_failure, sys.exception()))
         if refused:
             await refuse(EngineDead("the replica is gone"), error_shape_of(scope), scope, receive, send)
 
@@ -90,3 +90,9 @@ class Recovery:
         except Exception:
             logger.exception("Serve's state could not be read")
             return {}
+
+
+def _log_failure(known: BaseException | None, work: asyncio.Future[None]) -> None:
+    """Logs how a request that was given up failed, unless its error is `known`."""
+    if not work.cancelled() and (error := work.exception()) not in (None, known):
+        logger.error("a request that was given up failed", exc_info=error)

@@ -1,17 +1,24 @@
 """The edge's end of its side processes: a task goes to a process of its own, and an answer comes, or the process is gone."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 
 from deploy.edge.side_process import BEGUN
 from engine.errors import Overloaded
 
 ROOT = Path(__file__).resolve().parents[2]
+TAKE_S = 60.0  # until a process has a task; starting takes seconds
+ANSWER_S = 120.0  # for a task, more than `media.fetch_timeout_s` may be; the bound of CPU time ends no process that is stopped
 _CHUNK = 1 << 20
+_KEPT = ("LD_LIBRARY_PATH", "LANG", "LC_ALL")
+_ENDED = "The side process has ended; please try again shortly."
 
 
 class SidePool:
@@ -24,20 +31,29 @@ class SidePool:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, *task: bytes) -> bytes | None:
-        """What a process answers to it; None: it was ended at its limits. Blocks. Overloaded: there is no process."""
+        """What a process answers to it; None: it was ended at its limits. Blocks, for TAKE_S + ANSWER_S at most. Overloaded: there
+        is no process."""
         parent_end, child_end = socket.socketpair()
         with parent_end:
             with child_end:
-                self._hand_over(child_end)
+                side_process = self._hand_over(child_end)
             try:
-                for part in task:
-                    parent_end.sendall(part)
-                parent_end.shutdown(socket.SHUT_WR)
-                answer = b"".join(iter(lambda: parent_end.recv(_CHUNK), b""))
-            except ConnectionError:
-                answer = b""
+                parent_end.settimeout(TAKE_S)
+                taken, descriptors, _, _ = socket.recv_fds(parent_end, 1, 1)
+            except TimeoutError:
+                self._end(side_process)
+                taken = b""
+            if not taken:
+                raise Overloaded(_ENDED)
+            try:
+                answer = _answer(parent_end, task)
+            except TimeoutError:
+                signal.pidfd_send_signal(descriptors[0], signal.SIGKILL)
+                return None
+            finally:
+                os.close(descriptors[0])
         if not answer.startswith(BEGUN):
-            raise Overloaded("The side process has ended; please try again shortly.")
+            raise Overloaded(_ENDED)
         return answer.removeprefix(BEGUN) or None
 
     def start(self) -> socket.socket:
@@ -47,10 +63,12 @@ class SidePool:
                 self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with child_end:
                     # without huge pages half of a process' time is page faults
-                    settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+                    # nothing of this process' environment, which may hold secrets, but where libraries are
+                    environ = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+                    environ |= {name: os.environ[name] for name in _KEPT if name in os.environ}
                     command = [sys.executable, "-m", self._command[0], str(child_end.fileno()), *self._command[1:]]
                     self._process = subprocess.Popen(  # by its folder it finds our packages
-                        command, stdin=subprocess.DEVNULL, pass_fds=(child_end.fileno(),), cwd=ROOT, env=os.environ | settings
+                        command, stdin=subprocess.DEVNULL, pass_fds=(child_end.fileno(),), cwd=ROOT, env=environ
                     )
             return self._control
 
@@ -64,7 +82,14 @@ class SidePool:
             self._process.wait()
             self._control = self._process = None
 
-    def _hand_over(self, connection: socket.socket) -> None:
+    def _end(self, side_process: subprocess.Popen[bytes] | None) -> None:
+        """End this process, unless another has taken its place."""
+        with self._lock:
+            if self._process is side_process:
+                self.close()
+
+    def _hand_over(self, connection: socket.socket) -> subprocess.Popen[bytes] | None:
+        """Give it a connection; returns the process that has it."""
         with self._lock:
             for _ in range(2):
                 try:
@@ -72,5 +97,30 @@ class SidePool:
                 except ConnectionError:
                     self.close()
                 else:
-                    return
+                    return self._process
         raise Overloaded("The side process cannot be started.")
+
+
+def _answer(connection: socket.socket, task: Sequence[bytes]) -> bytes:
+    """Sends the task, and reads up to the end; what came before a connection broke is no answer. TimeoutError: not in ANSWER_S."""
+    ends = monotonic() + ANSWER_S
+    pieces = list[bytes]()
+    try:
+        for part in task:
+            connection.settimeout(_left(ends))
+            connection.sendall(part)
+        connection.shutdown(socket.SHUT_WR)
+        while not pieces or pieces[-1]:
+            connection.settimeout(_left(ends))
+            pieces.append(connection.recv(_CHUNK))
+    except ConnectionError:
+        return b""
+    return b"".join(pieces)
+
+
+def _left(ends: float) -> float:
+    """Returns the seconds until `ends`. TimeoutError: there are none."""
+    left = ends - monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

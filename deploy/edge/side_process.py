@@ -2,10 +2,14 @@
 
     edge --a socket for each task--> side process --fork--> a process: reads its task, answers, and is gone
 
-What it runs was written by others, and reads what anybody sends. A process of its own has one task, a time of CPU and a memory, and
-whatever it did ends with it. What all of them need is loaded once, before any fork. It ends when the edge closes its end.
+What it runs was written by others, and reads what anybody sends. A process of its own has one task, a time of CPU and a memory,
+and whatever it did ends with it. No program that it might start has more rights than it has. What all of them need is loaded once,
+before any fork. The side process ends when the edge closes its end. The first byte on a task's socket brings the pidfd of the
+task's process, so that the edge can kill one that is stopped.
 """
 
+import contextlib
+import ctypes
 import gc
 import os
 import resource
@@ -15,12 +19,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-BEGUN = b"+"  # a process has the task
+TAKEN = b"t"  # a process gets the task; with its pidfd
+BEGUN = b"+"  # and bounds itself from here on
+_PR_SET_NO_NEW_PRIVS = 38
 
 
 def fork_for_each(load: Callable[[], Callable[[socket.socket], None]]) -> None:
     """Have each socket that comes served in a process of its own, by what `load` returns, until the edge closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the edge's to handle
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
     serve = load()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     gc.freeze()  # a collection in a child would write to every page that it shares
@@ -28,19 +36,25 @@ def fork_for_each(load: Callable[[], Callable[[socket.socket], None]]) -> None:
     while True:
         parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with parent_end, child_end:
-            if is_child := os.fork() == 0:
+            child = os.fork()
+            if not child:
                 control.close()
                 parent_end.close()
                 control = child_end
+            else:
+                pidfd = os.pidfd_open(child)
             descriptors = socket.recv_fds(control, 1, 1)[1]
             if not descriptors:
                 return
             with socket.socket(fileno=descriptors[0]) as connection:
-                if is_child:
+                if not child:
                     serve(connection)
                     connection.shutdown(socket.SHUT_RDWR)  # the answer ends here, not once this process' memory is gone
                     os._exit(0)
-                socket.send_fds(parent_end, [b"t"], descriptors)
+                with contextlib.suppress(ConnectionError):  # the edge or the process is gone: the task ends with its socket
+                    socket.send_fds(connection, [TAKEN], [pidfd])
+                    socket.send_fds(parent_end, [b"t"], descriptors)
+                os.close(pidfd)
 
 
 def begin(connection: socket.socket, cpu_s: int, memory_bytes: int) -> None:

@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.health import Cause
 from dashboards.discovery import (
     SHOWN_DOWN_S,
-    TICK_S,
     UNLISTED_AFTER_S,
     VANISHED_AFTER_S,
     DiscoveryServer,
@@ -25,6 +24,7 @@ from dashboards.discovery import (
     ScrapeTarget,
 )
 from dashboards.metrics import CAUSES, DISCOVERY_METRICS, RETIRED
+from dashboards.page_server import TICK_S
 from dashboards.series import Counts
 from engine.errors import ConfigError
 from tests.support.loopback import LOOPBACKS, stop
@@ -82,7 +82,8 @@ def test_a_replica_is_a_target_with_its_labels() -> None:
     """From its first heartbeat on, as Prometheus' http_sd wants it."""
     registry = ReplicaRegistry()
     assert registry.targets() == []
-    assert registry.heartbeat(TWO, counts(0)) == registry.heartbeat(ONE, counts(0)) == "ok"
+    registry.heartbeat(TWO, counts(0))
+    registry.heartbeat(ONE, counts(0))
     labels = {**WHERE, "replica": "r1", "node": "10.0.0.1", "model": "nano-31b"}
     assert registry.targets()[0] == {"targets": ["127.0.0.1:9001"], "labels": labels}
     assert addresses(registry) == ["127.0.0.1:9001", "127.0.0.1:9002"]
@@ -99,7 +100,7 @@ def test_a_deregistered_replica_is_gone_at_once_and_stays_counted() -> None:
     assert retired_tokens(registry) == 0, "at zero before the first death, for `increase` to see it"
     for _ in range(2):
         registry.deregister(ONE, "killed", counts(50, 4))
-        assert registry.heartbeat(ONE, counts(60)) == "gone"
+        registry.heartbeat(ONE, counts(60))
     assert addresses(registry) == ["127.0.0.1:9002"]
     assert restarts(registry) == {"killed": 1}
     assert figure(registry, "quartet_groups", **WHERE) == 1
@@ -140,13 +141,18 @@ def test_totals_neither_fall_nor_count_twice() -> None:
         clock.passes(TICK_S, TWO)  # it counts one token, once
         assert figure(clock.registry, total, **WHERE) == 41
     assert restarts(clock.registry) == {"vanished": 1}
-    clock.registry.heartbeat(ONE, counts(60))
+    for _ in range(2):
+        clock.registry.heartbeat(ONE, counts(60))
+        assert figure(clock.registry, total, **WHERE) == 61
     clock.registry.deregister(TWO, None, counts(3))
-    assert figure(clock.registry, total, **WHERE) == 43
+    assert figure(clock.registry, total, **WHERE) == 63
+    clock.registry.deregister(ONE, "killed", counts(70))
+    assert figure(clock.registry, total, **WHERE) == 73
 
 
 def test_a_silent_replica_is_dropped_then_vanished() -> None:
-    """No target after a while, back with a heartbeat; later a restart, whose counts are those of its last heartbeat."""
+    """No target after a while, back with a heartbeat; later a restart, whose counts are those of its last heartbeat. One that wakes
+    even later is a target again, and up."""
     clock = Time()
     clock.registry.heartbeat(ONE, counts(40))
     clock.passes(UNLISTED_AFTER_S, TWO)
@@ -161,7 +167,10 @@ def test_a_silent_replica_is_dropped_then_vanished() -> None:
     clock.passes(VANISHED_AFTER_S + TICK_S, TWO)
     assert restarts(clock.registry) == {"vanished": 1}
     assert retired_tokens(clock.registry) == 44
-    assert clock.registry.heartbeat(ONE, counts(45)) == "gone"
+    clock.registry.heartbeat(ONE, counts(45))
+    assert len(addresses(clock.registry)) == 2
+    assert figure(clock.registry, "quartet_group_up", **ONE.labels) == 1
+    assert retired_tokens(clock.registry) == 44
 
 
 def test_a_pause_of_the_endpoint_makes_no_replica_silent() -> None:

@@ -97,14 +97,20 @@ def test_where_no_replica_answers_the_error_is_openais(tmp_path: Path) -> None:
 
 
 def test_where_there_is_no_application_the_error_is_that_of_a_lost_engine(tmp_path: Path) -> None:
-    """HAProxy that is started anew, and Serve's proxy at a drain: 503 with Retry-After. Planted: Serve's configuration, a 404."""
+    """HAProxy that is started anew, Serve's proxy at a drain, and after a deployment that failed: 503 with Retry-After in OpenAI's
+    shape. Planted: Serve's configuration, a 404, and a 503 in plain text."""
     for errors, status in ((tmp_path, 503), (None, 404)):
         with asgi_server(say_missing) as behind, haproxy(tmp_path, behind, errors, route="") as url:
             unknown = httpx.post(f"{url}/v1/chat/completions", json={})
         with asgi_server(say_missing) as behind, haproxy(tmp_path, behind, errors) as url:
             replies = [unknown, httpx.get(f"{url}/text/plain"), httpx.get(f"{url}/application/json")]
+            failed = [httpx.get(f"{url}/{kind}?status=503") for kind in ("text/plain", "application/json")]
         assert [reply.status_code for reply in replies] == [status, status, 404]
         assert [reply.headers.get("retry-after") for reply in replies] == [*["5" if status == 503 else None] * 2, None]
+        assert [reply.status_code for reply in failed] == [503, 503]
+        assert [reply.headers.get("retry-after") for reply in failed] == ["5" if errors else None, None]
+        if errors:
+            assert error_of(failed[0], 503)["code"] == "engine_restarting"
 
 
 def test_a_replica_that_is_killed_or_hangs_is_said_so(tmp_path: Path) -> None:
@@ -177,6 +183,29 @@ def test_what_no_replica_is_asked_is_refused_in_shape(tmp_path: Path, line: str,
     assert (b"allow: GET, POST" in head) == (status == 405)
     with haproxy(tmp_path, free_port(), None) as url:
         assert b'"error"' not in answered(url, said)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_methods_that_http_lacks_are_one_label(tmp_path: Path, fault: bool) -> None:
+    """Ray makes a label of the method that HAProxy logs: whatever clients invent is OTHER. Planted: Serve's own configuration."""
+    log = tmp_path / "log.sock"
+    form = '"%{+Q,+E}o [serve@1 method=%HM status=%ST]"'
+    route = f"option httplog\n    log {log} format rfc5424 local1 debug\n    log-format-sd {form}"
+    wrapper = haproxy_binary() or "" if fault else WRAPPER
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard,
+        haproxy(tmp_path, free_port(), None, wrapper, route=route) as url,
+    ):
+        heard.settimeout(20)
+        heard.bind(str(log))
+        methods = list[str]()
+        for method in (b"GET", b"POST", b"AAAA1", b"AAAA2"):
+            answered(url, method + b" /a HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            while b" status=404]" not in (line := heard.recv(8192)):  # of whoever looked whether the port is open
+                pass
+            methods.append(json.loads(line.partition(b"method=")[2].partition(b" ")[0]))
+    log.unlink()
+    assert methods == ["GET", "POST", *(["AAAA1", "AAAA2"] if fault else ["OTHER"] * 2)]
 
 
 def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,9 +284,10 @@ async def say_address(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def say_missing(scope: Scope, receive: Receive, send: Send) -> None:
-    """Nothing is here, in the content type that the path names."""
+    """Nothing is here, in the content type that the path names; 503 where the query asks for it."""
     headers = [(b"content-type", scope["path"].removeprefix("/").encode())]
-    await send({"type": "http.response.start", "status": 404, "headers": headers})
+    status = 503 if b"503" in scope["query_string"] else 404
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": b""})
 
 

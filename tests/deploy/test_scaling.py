@@ -1,5 +1,6 @@
 """The autoscaling policy under Serve's own bounds and delays, over simulated replicas; and what a replica tells of itself."""
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -113,6 +114,7 @@ class Fleet:
         context = Context(self.up, self.target, dict(self.state), self.now, self.config, told, queued)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("ray.serve.autoscaling_policy.time.time", lambda: self.now)
+            patch.setattr(scaling, "monotonic", lambda: self.now)
             wanted, self.state = self.decide(context)
         self.target = max(self.config.min_replicas, min(self.config.max_replicas, wanted))
         self.targets.append(self.target)
@@ -181,11 +183,16 @@ def test_without_the_downscale_threshold_it_flaps() -> None:
     assert planted >= 4
 
 
-def replicas(now: int, figures: dict[str, float], running: int | None = None, settled: float | None = None) -> int:
-    """How many the policy asks for where there are to be `now`."""
+def replicas(
+    now: int, figures: dict[str, float], running: int | None = None, settled: float | None = None, wall_s: float = 1000.0
+) -> int:
+    """How many the policy asks for where there are to be `now`. `wall_s`: what Serve's clock shows."""
     told = {name: {"a": value} for name, value in figures.items()}
     state = {} if settled is None else {"settled": settled}
-    wanted, _ = Scaling()(Context(now if running is None else running, now, state, 1000.0, CONFIG, told))
+    context = Context(now if running is None else running, now, state, wall_s, CONFIG, told)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scaling, "monotonic", lambda: 1000.0)
+        wanted, _ = Scaling()(context)
     return wanted
 
 
@@ -222,6 +229,35 @@ def test_missing_figures_do_not_scale_down() -> None:
     assert replicas(3, {}) == 3
     assert replicas(3, {"slots": 0.0}) == 0
     assert replicas(0, {}) == 0
+    assert replicas(3, {}, running=0) == 3, "replicas that are starting have told nothing yet"
+    assert replicas(3, {"slots": 0.0}, running=0) == 0, "the same, if they had told that there is nothing to do"
+
+
+@pytest.mark.parametrize("figure", [*SUMMED_FIGURES, "late"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
+def test_a_figure_that_is_no_number_moves_nothing(figure: str, value: float) -> None:
+    """Alone it counts as not told; beside others they decide."""
+    assert replicas(3, {figure: value}, settled=0.0) == 3
+    told = {"slots": 1.7, "waiting_tokens": 1.0}
+    assert replicas(3, told | {figure: value}, settled=0.0) == (3 if figure != "slots" else replicas(3, {"waiting_tokens": 1.0}))
+
+
+@pytest.mark.parametrize(("figures", "wrong"), [({"kv": math.nan}, ValueError), ({"slots": math.inf}, OverflowError)])
+def test_without_the_check_it_fails(figures: dict[str, float], wrong: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault of the test before: figures as they are told."""
+    monkeypatch.setattr(scaling, "_finite", lambda values: list(values.values()))
+    with pytest.raises(wrong):
+        replicas(3, figures)
+
+
+@pytest.mark.parametrize("wall_s", [-1e9, 0.0, 1e12])
+def test_a_jump_of_the_clock_moves_nothing(wall_s: float) -> None:
+    """Late first tokens add replicas a while after the last change by the monotonic clock, whatever the time of day."""
+    late = {"slots": 0.5, "waiting_tokens": 10.0, "late": 9.0}
+    long_ago = 1000.0 - TTFT_WINDOW_S - CONFIG.look_back_period_s
+    assert replicas(2, late, settled=long_ago, wall_s=wall_s) == 4
+    assert replicas(2, late, settled=long_ago + 1, wall_s=wall_s) == 1
+    assert replicas(2, late, settled=1e12, wall_s=wall_s) == 1, "a controller that was started anew on another machine"
 
 
 def test_it_keeps_what_the_rest_could_hardly_do_without() -> None:
@@ -232,7 +268,7 @@ def test_it_keeps_what_the_rest_could_hardly_do_without() -> None:
 def test_bad_targets_are_refused() -> None:
     """A target out of its range is named."""
     bad = [("slots", 0.0), ("kv", 1.5), ("waiting_tokens", -1), ("downscale_threshold", "x")]
-    bad.append(("slots", True))
+    bad += [("slots", True), ("waiting_tokens", math.inf), ("kv", math.nan), ("waiting_tokens", math.nan)]
     for name, value in bad:
         with pytest.raises(ValueError, match=f"policy_kwargs.{name}"):
             Scaling(**{name: value})

@@ -45,7 +45,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"metrics": {"port": 70000}}, "metrics.port: "),
     ({"metrics": {"host": "127.0.0.1:9400"}}, "metrics.host: "),
     ({"metrics": {"discovery": {"host": ""}}}, "metrics.discovery.host: "),
-    ({"max_queue": 1 << 63}, "max_queue: expected int <= 9223372036854775807, not 9223372036854775808"),
+    ({"max_queue": 1 << 63}, "max_queue: expected int <= 4398046511104, not 9223372036854775808"),
     ({"limits": {"requests": 1 << 31}}, "limits.requests: expected int <= 2147483647, not 2147483648"),
     ({"limits": {"min_priority": 1}}, "limits.min_priority: expected int <= 0, not 1"),
     ({"metrics": {"ttft_objective_s": 0}}, "metrics.ttft_objective_s: "),

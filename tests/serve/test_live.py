@@ -12,10 +12,11 @@ import pytest
 from engine.errors import ConfigError
 from tests.support.monitoring.board_checks import MARGIN_S, quantiles, shown, window
 from tests.support.monitoring.committed import paths, read
+from tests.support.monitoring.metrics_reference import lacking_aliases
 from tests.support.monitoring.pictures import Span, draw, draw_all
 from tests.support.monitoring.promcheck import names
 from tests.support.monitoring.prometheus import Api, finite
-from tests.support.monitoring.tables import ALERTS, RECORDS
+from tests.support.monitoring.tables import ALERTS, JOB, RECORDS
 from tests.support.stack.live_stack import CALIBRATION, RENAMED, LiveRun, live_run
 
 pytestmark = [
@@ -61,6 +62,12 @@ def test_every_query_of_every_board_and_rule_answers(run: LiveRun) -> None:
     unanswered = silent(run.renamed, *steadily)
     assert len(unanswered) >= 2
     assert [line for line in unanswered if RENAMED not in line] == []
+
+
+def test_prometheus_holds_every_name_of_vllm(run: LiveRun) -> None:
+    """All that METRICS.md promises, with their colons. Planted: the library's server, in tests/dashboards/test_page_server.py."""
+    found = run.api.ask(f'{{job="{JOB}",__name__=~"vllm:.*"}}', run.settled)
+    assert lacking_aliases({series.labels["__name__"] for series in found}) == set()
 
 
 def test_the_boards_can_be_drawn(run: LiveRun, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import pytest
 import yaml
 
 from dashboards.discovery import DiscoveryServer, ReplicaRegistry
+from dashboards.page_server import Page
 from deploy import environment, launcher
 from deploy.cli import serve_command
 from deploy.cli.main import main
@@ -240,15 +241,44 @@ def test_a_dead_launchers_folder_is_swept_and_a_living_ones_is_not(monkeypatch: 
         environment.prepare(environ, tmp_path / name, {})
         started[name] = subprocess.Popen(["sleep", "60"], env=environ)
     (tmp_path / "q-someone-elses").mkdir()
+    (tmp_path / "q-pipe").mkdir()
+    os.mkfifo(tmp_path / "q-pipe" / "launcher.pid")  # whoever reads it without looking waits for ever
     try:
         launcher._sweep()
-        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["q-dead-not", "q-someone-elses"]
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["q-dead-not", "q-pipe", "q-someone-elses"]
         assert started["q-dead"].wait(5) == -signal.SIGKILL
         assert started["q-dead-not"].poll() is None
     finally:
         for process in started.values():
             process.kill()
             process.wait()
+
+
+def test_without_a_look_a_pipe_hangs(tmp_path: Path) -> None:
+    """The planted fault of the test before: nobody writes, and the read does not end."""
+    os.mkfifo(tmp_path / "pipe")
+    reading = threading.Thread(target=(tmp_path / "pipe").read_text)
+    reading.start()
+    reading.join(0.3)
+    assert reading.is_alive()
+    (tmp_path / "pipe").write_text("")
+    reading.join(5)
+    assert not reading.is_alive()
+
+
+@pytest.mark.parametrize("said", ["The current node timed out.\nTraceback (most recent call last):\nError: it did", ""])
+def test_ray_that_does_not_start_is_one_line(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray raises of a time-out is a plain Exception; here it is an EngineDead of one line."""
+    import ray
+
+    def fails(**_: object) -> NoReturn:
+        raise Exception(said)  # noqa: TRY002 - as Ray does
+
+    monkeypatch.setattr(ray, "init", fails)
+    launch = launcher.Launch({"applications": []}, Settings(model="nano:31b"), print, tmp_path)
+    with pytest.raises(EngineDead, match=r"^Ray could not start: .+$") as raised:
+        launch._init_ray()
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +351,7 @@ def test_an_ingress_that_never_answers_is_an_end(monkeypatch: pytest.MonkeyPatch
 def test_readiness_starts_no_replica_and_needs_no_host_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The ingress itself is asked: a replica would have to start for /health/ready, and could refuse 127.0.0.1 by limits.hosts."""
     server = DiscoveryServer(ReplicaRegistry(), "127.0.0.1", 0)  # 404 to /health/ready
-    server.pages["/-/healthz"] = ("text/plain", lambda: b"success")
+    server.pages["/-/healthz"] = Page("text/plain", lambda: b"success")
     monkeypatch.setattr(launcher, "_all_routed", lambda: True)
     monkeypatch.setattr(launcher, "ROUTED_S", 0.2)
     config = {"http_options": {"port": server.server_port}, "applications": []}

@@ -3,8 +3,9 @@
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -72,6 +73,27 @@ def test_a_request_for_a_lost_replica_is_refused(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(recovery, "PERIOD_S", 60)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{url}/v1/completions", json={}, timeout=0.5)
+
+
+@pytest.mark.parametrize("stays_s", [0.5, 0.0])
+def test_a_refusal_does_not_wait_for_serve(stays_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handle of Serve's that does not end when it is cancelled: the 503 comes nevertheless. Planted: a wait without a bound."""
+
+    async def stays(scope: Scope, receive: Receive, send: Send) -> None:
+        ends = asyncio.get_running_loop().time() + 2
+        while asyncio.get_running_loop().time() < ends:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.1)
+
+    wait = asyncio.wait
+    if not stays_s:
+        monkeypatch.setattr(recovery.asyncio, "wait", lambda work, timeout=None, **more: wait(work, **more, timeout=timeout and 9))
+    with asgi_server(Recovery(stays, lambda: {"/": True})) as port:
+        began = time.monotonic()
+        reply = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={}, timeout=20)
+        took = time.monotonic() - began
+    assert (took < 1.5) is bool(stays_s)
+    assert (reply.status_code == 503) is bool(stays_s)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The reference of metrics, from their table: `python -m tests.support.monitoring.metrics_reference` writes METRICS.md."""
 
+import re
 from collections.abc import Iterable
 
 from dashboards.aliases import CACHE_CONFIG, PREFIX, SUCCESS
@@ -47,6 +48,16 @@ def reference() -> str:
     aliases = _ALIASES + "".join(f"| `{alias}` | `{name}` |\n" for alias, name in shown)
     parts = [_HEAD, _section("A replica", ENGINE), _section("The discovery endpoint", DISCOVERY_METRICS), aliases, _buckets(ENGINE)]
     return "".join(parts)
+
+
+def documented_aliases() -> set[str]:
+    """Every name of vLLM's that the committed page promises."""
+    return set(re.findall(r"^\| `(vllm:\w+)` \|", PATH.read_text(), re.MULTILINE))
+
+
+def lacking_aliases(names: set[str]) -> set[str]:
+    """Which of them no series in `names` has; a histogram has its buckets."""
+    return {name for name in documented_aliases() if not {name, f"{name}_bucket"} & names}
 
 
 def _section(title: str, rows: Iterable[Metric]) -> str:

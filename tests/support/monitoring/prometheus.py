@@ -81,6 +81,11 @@ class Api:
         """Every rule with its health, last error and, for alerts, state."""
         return [rule for group in self._get("rules", {})["groups"] for rule in group["rules"]]
 
+    @property
+    def version(self) -> str:
+        """Its version, as 2.42.0+ds."""
+        return str(self._get("status/buildinfo", {})["version"])
+
     def _get(self, what: str, parameters: Mapping[str, str]) -> Any:
         url = f"{self.url.rstrip('/')}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
         try:
