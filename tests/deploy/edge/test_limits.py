@@ -321,10 +321,10 @@ def test_the_guard_around_serve_bounds_each_write(bounds_writes: bool) -> None:
     async def main() -> None:
         nonlocal began
         began = asyncio.get_running_loop().time()
-        guard = Limits(app, LimitSettings(write_timeout_s=0.05), bounds_writes=bounds_writes)
+        guard = Limits(app, LimitSettings(write_timeout_s=0.05), is_guard=bounds_writes)
         await guard({"type": "http", "method": "GET", "path": "/", "headers": []}, nothing, stuck)
 
     began = 0.0
     asyncio.run(main())
     assert ends == ["in time" if bounds_writes else "after the look"]
-    assert outermost()[0].kwargs["bounds_writes"]
+    assert outermost()[0].kwargs["is_guard"]
