@@ -58,7 +58,7 @@ def test_films_of_one_client_stop_no_other(edge: Edge, fault: bool) -> None:
         address = "10.0.0.1" if fault else "10.0.0.2"
         times = sorted(asked(edge, picture, address) for _ in range(1 if fault else 5))
         texts = sorted(asked(edge, "Hello", address) for _ in range(5))
-        assert not busy.done(), "the films are too short to show anything"
+        assert fault or not busy.done(), "the films are too short to show anything"
         assert (times[len(times) // 2] <= 2 * quiet + 0.05) is not fault, (times, quiet)
         assert texts[2] <= 2 * quiet_text + 0.05, (texts, quiet_text)
         busy.result()
