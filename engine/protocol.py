@@ -1,7 +1,8 @@
 """Messages between the front (replica) and the core, and the sampling parameters that both and the ranks read.
 
-`GenerateRequest`, `Abort` and `Control` go front -> core; `TokenBatch` comes back, at most one a turn of the core's loop. They are
-msgspec structs, sent as length-prefixed msgpack over a unix socket pair. Prompts and replies are token ids; nothing is pickled.
+`GenerateRequest`, `Abort`, `Control`, and media in pieces, go front -> core; `TokenBatch` comes back, at most one a turn of the
+core's loop. They are msgspec structs, sent as length-prefixed msgpack over a unix socket pair. Prompts and replies are token ids;
+nothing is pickled.
 """
 
 import enum
@@ -15,6 +16,7 @@ import msgspec
 from engine.logit_adjustments import LogitAdjustments
 
 MAX_MESSAGE_BYTES = 64 << 20
+PIECE_BYTES = 512 << 10  # of media's data in a message: neither end is kept from its other work for longer than a millisecond
 MAX_ALTERNATIVES = 20  # logprobs of a token beside its own: OpenAI's bound
 MAX_STOP_IDS = 1024  # of one request, its end-of-sequence ids among them: a rank's table has a fixed width
 MAX_SPAN = 2048  # tokens of a media item that see each other both ways: a chunk has all of them
@@ -124,7 +126,8 @@ class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
     """Front -> core: generate from `prompt` (token ids, int32). `id` is the front's own and returns in every TokenBatch entry.
 
     `clip`: max_tokens was a default, so it may be lowered to what fits instead of refusing. `salt`: only requests of the same salt
-    share cached prefixes. `priority`: lower ones are served first. `media`: in the order of their positions.
+    share cached prefixes. `priority`: lower ones are served first. `media`: in the order of their positions; their data have come
+    before, as `sent_media`, or (0) they have them.
     """
 
     id: int
@@ -134,11 +137,26 @@ class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
     salt: str = ""
     priority: int = 0
     media: tuple[MediaItem, ...] = ()
+    sent_media: int = 0
 
     @property
     def tokens(self) -> "array[int]":
         """The prompt's token ids; raises ValueError when its bytes are not whole int32 numbers."""
         return array("i", self.prompt)
+
+
+class MediaPiece(FrozenStruct, tag="media_piece"):
+    """Front -> core: more data of the media that are sent as `id`, item by item. `is_last`: of its item."""
+
+    id: int
+    data: bytes
+    is_last: bool
+
+
+class MediaEnd(FrozenStruct, tag="media_end"):
+    """Front -> core: no further request has the media that were sent as `id`."""
+
+    id: int
 
 
 class Abort(FrozenStruct, tag="abort"):
@@ -318,7 +336,7 @@ class TokenBatch(FrozenStruct, kw_only=True):
     load: Load
 
 
-FrontMessage = GenerateRequest | Abort | Control
+FrontMessage = GenerateRequest | MediaPiece | MediaEnd | Abort | Control
 
 encode_message = msgspec.msgpack.Encoder().encode
 decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode

@@ -7,7 +7,9 @@ A stream's chunks are sent past this and past Starlette's wrappers, who only loo
 """
 
 import asyncio
+import json
 import logging
+import re
 import time
 from dataclasses import dataclass
 from http import HTTPMethod
@@ -23,6 +25,13 @@ from deploy.edge.service import Service
 logger = logging.getLogger(__name__)
 
 _METHODS = set(HTTPMethod)
+_PLAIN = re.compile(r"[\w.:/@+,-]*", re.ASCII)
+
+
+def _plain(value: object) -> str:
+    """A value that cannot be read as more than one field: what has other characters stands in quotes, escaped."""
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
 @dataclass
@@ -75,6 +84,6 @@ class AccessLog:
         logs = self.service.settings.logs
         if (logs.access or level >= logging.ERROR) and logger.isEnabledFor(level):
             fields = access_fields(record)
-            detail = "".join(f" {name}={value}" for name, value in fields.items()) if logs.format == "text" else ""
+            detail = "".join(f" {name}={_plain(value)}" for name, value in fields.items()) if logs.format == "text" else ""
             fields |= {"request_id": record.id, "http_method": record.method, "http_route": record.route}
             logger.log(level, "%s %s%s", record.method, record.route, detail, extra=fields)

@@ -46,11 +46,11 @@ class GenerationApi(HttpEndpoint, kw_only=True):
 
 class TokenApi(HttpEndpoint, kw_only=True):
     """A route that answers from the tokenizer alone. `reader` takes a body to a request that has a `model`, and `answer` that
-    request to what goes out as JSON.
+    request and its client's name to what goes out as JSON.
 
     Both raise InvalidRequest.
     """
 
     right: Right = "tokenize"
     reader: BodyReader[Any]
-    answer: Callable[[Service, Any], Awaitable[Any]]
+    answer: Callable[[Service, Any, str], Awaitable[Any]]

@@ -1,5 +1,6 @@
 """Settings of the edge: what one request may ask for, who may, what is logged of it, and where its spans go."""
 
+import ipaddress
 from typing import Annotated, Literal
 
 import msgspec
@@ -25,6 +26,9 @@ class LimitSettings(FrozenStruct):
     starts Serve, there are no API keys and the address is no wildcard, any elsewhere"""
     cors_origins: tuple[Origin, ...] = ()
     """origins of web pages that may use the API, as https://page.example:8443; "*": all"""
+    proxies: tuple[str, ...] = ()
+    """addresses or networks of proxies whose X-Forwarded-For names the client, beside those of loopback; with several nodes the
+    nodes' own, where HAProxy runs"""
     body_bytes: Annotated[int, Meta(ge=1024)] = 32 << 20
     """bytes of a request's body; more get 413"""
     header_bytes: Annotated[int, Meta(ge=1024)] = 32 << 10
@@ -45,15 +49,18 @@ class LimitSettings(FrozenStruct):
     requests: Annotated[int, Meta(ge=16, le=INT32_MAX)] = 4096
     """requests of any kind that a replica may have at once; more get 429"""
     uploads: Count = 512
-    """bodies that may be on their way at once; beyond, the oldest is refused with 408"""
+    """bodies that may be on their way at once, of which a client has half at most; one more gets 429 before it is sent"""
     upload_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
-    """bytes held of bodies that are on their way, or not yet read; at least body_bytes"""
+    """bytes of bodies that are on their way or not yet parsed and, apart from them, of media until they are decoded; a client has
+    half at most; one more gets 429 before it is sent; at least body_bytes"""
     write_timeout_s: Duration = 30.0
     """a client that takes no byte for so long is dropped"""
 
     def __post_init__(self) -> None:
         if self.body_bytes > self.upload_bytes:
             raise ValueError(f"body_bytes {self.body_bytes} exceeds upload_bytes {self.upload_bytes}: it would never be read")
+        for network in self.proxies:
+            ipaddress.ip_network(network, strict=False)
 
 
 class MediaSettings(FrozenStruct):

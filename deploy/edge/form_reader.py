@@ -28,7 +28,9 @@ class FormReader(Generic[R]):
     """Reads a `kind`, whose key `file` is the file; `absent` keys, with "[]" or without, have no function here."""
 
     def __init__(self, kind: type[R], absent: Collection[str]) -> None:
-        self.kind, self._absent = kind, absent
+        self.kind = kind
+        self._absent = absent
+        self._known = kind.__struct_encode_fields__
         self._decoder = msgspec.json.Decoder(kind, strict=False)
 
     def read(self, body: bytes) -> R:
@@ -37,6 +39,8 @@ class FormReader(Generic[R]):
         for name, value in _fields(body).items():
             if name.removesuffix("[]") in self._absent:
                 raise unsupported(name)
+            if name not in self._known:
+                continue  # nothing reads it, and no message or log line has a name that a client has made up
             values[name] = base64.b64encode(value).decode() if name == "file" else _text(name, value)
         return decode(msgspec.json.encode(values), "", self._decoder)
 

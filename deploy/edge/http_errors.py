@@ -3,7 +3,7 @@
     InvalidRequest (engine/errors.py)
     |-- TooLarge            the body exceeds the limit                                          -> 413
     |-- HeadersTooLarge     the headers exceed the limit                                        -> 431
-    |-- TooSlow             the body did not arrive in time, or gave way to others              -> 408
+    |-- TooSlow             the body did not arrive in time                                     -> 408
     |-- Unauthenticated     no API key, more than one, or none that is valid                    -> 401
     |-- Forbidden           the API key's holder has not the right                              -> 403
     |-- WrongMediaType      a POST whose body does not say that it is JSON, or is compressed    -> 415

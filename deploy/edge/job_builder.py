@@ -2,7 +2,7 @@
 
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ MAX_CHOICES = 64  # of a request, all its prompts together
 CHARACTERS_A_TOKEN = 16  # on an average over a prompt, at most
 COUNTED_CONTEXTS = 2  # contexts: a longer prompt is not even counted
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+GrammarMaker = Callable[[Constraints], Grammar | None]
 _SEED_BITS = 63
 _MIX = 0x9E3779B97F4A7C15  # apart: neighbouring choices must not share noise
 
@@ -55,14 +56,16 @@ class JobBuilder:
         if name not in (None, self.settings.name):
             raise ModelNotFound(str(name))
 
-    async def job(self, ask: Ask) -> Job:
-        """What goes to the engine. InvalidRequest, ModelNotFound."""
+    async def job(self, ask: Ask, client: str) -> Job:
+        """What goes to the engine; media and grammars in the client's turn. InvalidRequest, ModelNotFound, Overloaded."""
         self.check_model(ask.model)
-        return await (self._chat_job(ask, ask.prompt) if isinstance(ask.prompt, ChatPrompt) else self._raw_job(ask, ask.prompt))
+        if isinstance(ask.prompt, ChatPrompt):
+            return await self._chat_job(ask, ask.prompt, client)
+        return await self._raw_job(ask, ask.prompt, client)
 
-    async def prompt(self, chat: ChatPrompt) -> list[int]:
-        """The token ids that a chat begins with. InvalidRequest."""
-        media = await self.media_preparer.prepare(chat, "messages", self.settings)
+    async def prompt(self, chat: ChatPrompt, client: str) -> list[int]:
+        """The token ids that a chat begins with; media in the client's turn. InvalidRequest, Overloaded."""
+        media = await self.media_preparer.prepare(chat, "messages", self.settings, client)
         return await self.pool.run(lambda: self._render(chat, media, "messages", COUNTED_CONTEXTS * self.settings.max_len)[0])
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -76,12 +79,13 @@ class JobBuilder:
             raise invalid("tokens", f"{len(tokens)} ids exceeds the limit of {most}")
         return self.text.decode(check_ids(tokens, self.settings.vocab, "tokens"), skip_special_tokens=False)
 
-    async def _chat_job(self, ask: Ask, chat: ChatPrompt) -> Job:
-        media = await self.media_preparer.prepare(chat, ask.prompt_key, self.settings)
+    async def _chat_job(self, ask: Ask, chat: ChatPrompt, client: str) -> Job:
+        media = await self.media_preparer.prepare(chat, ask.prompt_key, self.settings, client)
         job, form = await self.pool.run(lambda: self._rendered(ask, chat, media))
         wants = Constraints(job.tools, chat.choice, form.rules if form else None, self.settings.tool_grammar, chat.thought_tokens)
         prompt = job.prompt(0)
-        kept = await self._grammar(wants, prompt, self._thinks(chat), form.key if form else "tools")
+        make = partial(Constraints.grammar, markers=self._markers, prompt=prompt, thinking=self._thinks(chat))
+        kept = await self._grammar(wants, make, form.key if form else "tools", client)
         return _with(job, grammar=kept, thought=wants.thought_budget(self.text, self._markers, prompt))
 
     def _rendered(self, ask: Ask, chat: ChatPrompt, media: Sequence[Prepared]) -> tuple[Job, AnswerForm | None]:
@@ -101,13 +105,13 @@ class JobBuilder:
             return chat.thinks
         return self.text.thinks_by_default if self.settings.thinking == "auto" else self.settings.thinking == "on"
 
-    async def _grammar(self, wants: Constraints, prompt: Sequence[int], thinking: bool, param: str) -> Grammar | None:
+    async def _grammar(self, wants: Constraints, make: GrammarMaker, param: str, client: str) -> Grammar | None:
         """Return a reply's grammar; what only we want gives way. InvalidRequest: it cannot be kept; Overloaded: not now."""
-        reply_grammar = await self.pool.run(lambda: wants.grammar(self._markers, prompt, thinking=thinking))
+        reply_grammar = await self.pool.run(lambda: make(wants))
         if reply_grammar is None:
             return None
         try:
-            await self.grammars.check(reply_grammar.text, param)
+            await self.grammars.check(reply_grammar.text, param, client)
         except Overloaded:
             if not wants.unrequested:
                 raise
@@ -115,15 +119,15 @@ class JobBuilder:
         except InvalidRequest:
             if (looser := wants.looser()) is None:
                 raise
-            return await self._grammar(looser, prompt, thinking, param)
+            return await self._grammar(looser, make, param, client)
         return reply_grammar
 
-    async def _raw_job(self, ask: Ask, raw: RawPrompts) -> Job:
+    async def _raw_job(self, ask: Ask, raw: RawPrompts, client: str) -> Job:
         job, form = await self.pool.run(lambda: self._tokenized(ask, raw))
         if form is None:
             return job
         rules = grammar(None, form.rules, Thought.none)
-        await self.grammars.check(rules, form.key)
+        await self.grammars.check(rules, form.key, client)
         return _with(job, grammar=Grammar(rules))
 
     def _tokenized(self, ask: Ask, raw: RawPrompts) -> tuple[Job, AnswerForm | None]:

@@ -4,6 +4,7 @@ Each endpoint has the right that it asks for, or is open to anybody; a path that
 scope's, which is what the router will go by; what it does not know is refused to everybody without a key.
 """
 
+from collections.abc import Sequence
 
 from starlette.types import Scope
 
@@ -12,30 +13,30 @@ from deploy.edge.http_errors import Forbidden, Unauthenticated
 from deploy.edge.keys.key_file import RIGHTS, ApiKey
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.observe.record import record_of
-from deploy.edge.scope import Headers, values_of
+from deploy.edge.scope import Headers, client_name, values_of
 from engine.errors import QuartetError
 
 
-async def check_key(ring: KeyRing, scope: Scope) -> bool:
-    """Note whose the request is, and count it. Unauthenticated, Forbidden, QuotaExceeded: it may not pass."""
+async def check_key(ring: KeyRing, scope: Scope, proxies: Sequence[str]) -> str:
+    """Whose the request is, which is noted and counted. Unauthenticated, Forbidden, QuotaExceeded: it may not pass."""
+    record = record_of(scope)
     if (key := await _identify(ring, scope)) is not None:
-        record = record_of(scope)
         record.key = key.name
         if not _is_open(scope):
             check_right(key, scope)
             record.grant = ring.open(key)
-    return True
+    return client_name(scope, record.key, proxies)
 
 
-async def may_send(ring: KeyRing, scope: Scope) -> bool:
-    """Whether the request's body is worth reading: `check_key` will not refuse it."""
+async def sender(ring: KeyRing, scope: Scope, proxies: Sequence[str]) -> str | None:
+    """Whose the request is; None: `check_key` will refuse it, so that its body is not worth reading."""
     try:
         key = await _identify(ring, scope)
         if key is not None:
             check_right(key, scope)
     except QuartetError:  # the application says it, with an access line
-        return False
-    return True
+        return None
+    return client_name(scope, None if key is None else key.name, proxies)
 
 
 async def _identify(ring: KeyRing, scope: Scope) -> ApiKey | None:

@@ -2,14 +2,13 @@
 
     headers too large            431        no Host, an odd one, or two       400        a Host that is not ours     403
     body too large               413, by Content-Length, or when the bytes exceed it     a compressed body           415
-    body that does not come      408        too many requests at once         429
+    body that does not come      408        too many requests, or bodies, at once       429
     no valid API key             401        a key without the right           403        a holder's quota            429
 
-A body is read here, whole, before anybody else hears of its request: whoever sends slowly holds no place but one of `uploads`, and
-the oldest of those gives way to a newcomer. Its bytes count until it has been parsed, and are let go then, however long the answer
-takes. Headers by which a client would steer Ray Serve's own deadlines and routing are taken out. It must stand around Serve too,
-where Serve lets it: Serve reads those headers, and gives a request a place, before it calls an app. Where there are API keys, that
-guard reads no body of whoever the application will refuse.
+A body is read here, whole, before anybody else hears of its request (uploads.py): whoever sends slowly holds nothing else. Headers
+by which a client would steer Ray Serve's own deadlines and routing are taken out. Where Serve lets it, this stands around Serve as
+well: Serve reads those headers, and gives a request a place, before it calls an app. Where there are API keys, that guard reads no
+body of whoever the application will refuse.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -33,11 +32,12 @@ from deploy.edge.bounded import bounded
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, KeySettings, LimitSettings
 from deploy.edge.error_response import refuse
 from deploy.edge.http10 import Unchunked
-from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooSlow, WrongMediaType
-from deploy.edge.key_gate import may_send
+from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, WrongMediaType
+from deploy.edge.key_gate import sender
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.recovery import Recovery, Routes
-from deploy.edge.scope import BEGAN, RECORD, REQUEST_ID_FORM, Headers, note_server_send, values_of
+from deploy.edge.scope import BEGAN, CLAIM, RECORD, REQUEST_ID_FORM, Headers, client_address, note_server_send, values_of
+from deploy.edge.uploads import Claim, Upload, Uploads, note_claim, noted_claim
 from engine.errors import InvalidRequest, Overloaded, QuartetError
 
 STRIPPED_HEADERS = frozenset(
@@ -45,15 +45,6 @@ STRIPPED_HEADERS = frozenset(
 )
 _PROBES = (*PROBES, "/-/healthz")  # of HAProxy, which takes out a replica that refuses two
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
-
-
-@dataclass(eq=False)
-class Upload:
-    """A request's body. `timeout`: while it is on its way."""
-
-    body: bytearray = field(default_factory=bytearray)
-    held: int = 0
-    timeout: asyncio.Timeout | None = None
 
 
 @dataclass
@@ -86,14 +77,15 @@ class UnreadBody:
 class Limits:
     """Wraps an ASGI app.
 
-    check_key      whether a request's body is read, or raises where it is refused; none: every body is
-    bounds_writes  a client that takes nothing for write_timeout_s is given up here, whatever the app thinks of it
+    check_key  whose request it is, by its API key; None where the application will refuse it, so that its body is not read.
+               Without it there are no keys
+    is_guard   around Serve: a client that takes nothing for write_timeout_s is given up here, whatever the app thinks of it
     """
 
     app: ASGIApp
     limits: LimitSettings
-    check_key: Callable[[Scope], Awaitable[bool]] | None = None
-    bounds_writes: bool = False
+    check_key: Callable[[Scope], Awaitable[str | None]] | None = None
+    is_guard: bool = False
     _open: int = 0
 
     def __post_init__(self) -> None:
@@ -106,24 +98,30 @@ class Limits:
             return
         began = scope.get(BEGAN, time.monotonic())
         self._open += 1
-        upload = Upload()
+        upload = None
         unread = UnreadBody(send)
         try:
             try:
-                written = send if await self._take_in(scope, receive, upload) else unread.answer
+                client = await self._client(scope)
+                upload = Upload(self._claim(client or ""))
+                if client is not None:
+                    await self._read(scope, receive, upload)
             except QuartetError as error:  # the app's own are its own business
                 await refuse(error, error_shape_of(scope), scope, receive, unread.answer)
             except ClientDisconnect:
                 if RECORD in scope:  # the access log tells by it that the client has gone; a server would log a traceback
                     raise
             else:
-                if self.bounds_writes:
+                written = unread.answer if client is None else send
+                if self.is_guard:
                     note_server_send(send)
                     written = self._bounded(written)
-                body = self._uploads.replayed(upload, receive)
-                await self.app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, body, written)
+                scope = {**scope, "headers": _kept(scope["headers"]), BEGAN: began, CLAIM: upload.claim}
+                await self.app(scope, upload.replayed(receive), written)
         finally:
-            self._uploads.release(upload)
+            if upload is not None:
+                upload.claim.release()
+                upload.body.clear()
             self._open -= 1
         await unread.end(receive, self.limits.body_timeout_s)
 
@@ -131,97 +129,28 @@ class Limits:
         """TimeoutError where a write takes too long: Serve's own proxy would wait for ever, and pile up what comes."""
         return lambda message: bounded(send(message), self.limits.write_timeout_s)
 
-    async def _take_in(self, scope: Scope, receive: Receive, upload: Upload) -> bool:
-        """Whether nothing of the body is left to be sent."""
+    async def _client(self, scope: Scope) -> str | None:
+        """Whose request it is; None: nobody's whose body is worth reading."""
         if self._open > self.limits.requests and not scope["path"].endswith(_PROBES):
             raise Overloaded("Too many requests at once; please try again shortly.")
         check_head(scope, self.limits)
-        known = self.check_key is None or await self.check_key(scope)
-        sent = (value != b"0" for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding"))
-        if known and (scope.get("method") == "POST" or any(sent)):
-            await self._uploads.read(upload, receive)
-        return known
+        if self.check_key is None:
+            return client_address(scope, self.limits.proxies)
+        return await self.check_key(scope)
 
+    def _claim(self, client: str) -> Claim:
+        """The guard's in this process, or a new one."""
+        if self.is_guard:
+            claim = Claim(self._uploads, client)
+            note_claim(claim)
+            return claim
+        return noted_claim() or Claim(self._uploads, client)
 
-class Uploads:
-    """Bodies that are on their way, the oldest first, and those that have come and that nobody has read yet.
-
-    On its way one ends by its own deadline, or when others need its room.
-    """
-
-    def __init__(self, limits: LimitSettings) -> None:
-        self._limits = limits
-        self._coming: dict[Upload, None] = {}
-        self._bytes = 0
-
-    async def read(self, upload: Upload, receive: Receive) -> None:
-        """The whole body. TooLarge, TooSlow, Overloaded; ClientDisconnect when the client leaves before its end."""
-        loop = asyncio.get_running_loop()
-        ends = loop.time() + self._limits.body_timeout_s
-        try:
-            async with asyncio.timeout_at(ends) as upload.timeout:
-                await self._receive(upload, receive)
-        except TimeoutError as error:
-            why = "gave way to newer ones" if loop.time() < ends else f"did not arrive within {self._limits.body_timeout_s:g} s"
-            raise TooSlow(f"the body {why}") from error
-
-    async def _receive(self, upload: Upload, receive: Receive) -> None:
-        self._coming[upload] = None
-        if len(self._coming) > self._limits.uploads:
-            self._end_oldest()
-        try:
-            more = True
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                upload.body += message.get("body", b"")
-                more = message.get("more_body", False)
-                self._count(upload)
-        finally:
-            del self._coming[upload]
-
-    def release(self, upload: Upload) -> None:
-        """Let the body go, and its count. Idempotent."""
-        self._bytes -= upload.held
-        upload.held = 0
-        upload.body.clear()
-
-    def replayed(self, upload: Upload, receive: Receive) -> Receive:
-        """A `receive` that gives the body first, and then that the client has gone; more of its body, that nobody wants, is let go.
-
-        Whoever asks for more has read the body.
-        """
-        is_read = False
-
-        async def again() -> Message:
-            nonlocal is_read
-            if not is_read:
-                is_read = True
-                body, upload.body = bytes(upload.body), bytearray()  # the app's from now on
-                return {"type": "http.request", "body": body, "more_body": False}
-            self.release(upload)
-            message = await receive()
-            while message["type"] == "http.request":
-                message = await receive()
-            return message
-
-        return again
-
-    def _count(self, upload: Upload) -> None:
-        self._bytes += len(upload.body) - upload.held
-        upload.held = len(upload.body)
-        if upload.held > self._limits.body_bytes:
-            raise TooLarge(f"the body exceeds the limit of {self._limits.body_bytes} bytes")
-        if self._bytes > self._limits.upload_bytes:
-            if len(self._coming) == 1:
-                raise Overloaded("Too many large bodies wait to be read; please try again shortly.")
-            self._end_oldest()
-
-    def _end_oldest(self) -> None:
-        """Let the oldest time out at its reader's next turn."""
-        waiting = (upload.timeout for upload in self._coming if upload.timeout is not None and not upload.timeout.expired())
-        next(waiting).reschedule(asyncio.get_running_loop().time())
+    async def _read(self, scope: Scope, receive: Receive, upload: Upload) -> None:
+        lengths = [int(value) for value in values_of(scope["headers"], b"content-length")]
+        length = max(lengths, default=0)
+        if scope.get("method") == "POST" or length or values_of(scope["headers"], b"transfer-encoding"):
+            await self._uploads.read(upload, receive, length)
 
 
 def check_head(scope: Scope, limits: LimitSettings) -> None:
@@ -258,8 +187,9 @@ def outermost(routes: Callable[[], Routes] | None = None) -> list[Middleware]:
     """List what stands around Serve's servers, the outermost last, by settings in the environment. `routes`: Recovery's."""
     keys = os.environ.get(KEYS_VARIABLE)
     limits = msgspec.json.decode(os.environ.get(LIMITS_VARIABLE) or "{}", type=LimitSettings)
-    check_key = partial(may_send, KeyRing(msgspec.json.decode(keys, type=KeySettings))) if keys else None
-    guard = Middleware(Limits, limits=limits, check_key=check_key, bounds_writes=True)
+    ring = KeyRing(msgspec.json.decode(keys, type=KeySettings)) if keys else None
+    check_key = partial(sender, ring, proxies=limits.proxies) if ring is not None else None
+    guard = Middleware(Limits, limits=limits, check_key=check_key, is_guard=True)
     around = [guard, Middleware(with_cors, limits=limits), Middleware(Unchunked)]
     return [Middleware(Recovery, routes=routes), *around] if routes else around
 

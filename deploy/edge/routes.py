@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -22,14 +23,14 @@ from deploy.edge.admission_control import AdmissionTicket
 from deploy.edge.answer import CompletionResponse
 from deploy.edge.api import GenerationApi, TokenApi
 from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
-from deploy.edge.ask import Ask
+from deploy.edge.ask import Ask, ChatPrompt
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, JsonResponse, plain_error, refusal
 from deploy.edge.http_errors import NO_RETRY, DeadlineExceeded, ForeignHost, WrongMediaType
 from deploy.edge.key_gate import check_key
 from deploy.edge.limits import Limits, with_cors
 from deploy.edge.observe.record import record_of
 from deploy.edge.response_format import JSON, ResponseFormat
-from deploy.edge.scope import client_address, is_from_loopback
+from deploy.edge.scope import CLAIM, client_name, is_from_loopback
 from deploy.edge.service import Service
 from engine.errors import QuartetError
 from engine.protocol import JsonObject
@@ -88,7 +89,7 @@ def create_app(service: Service) -> ASGIApp:
 
     app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents
     limits = service.settings.limits
-    check = partial(check_key, service.keys) if service.keys is not None else None
+    check = partial(check_key, service.keys, proxies=limits.proxies) if service.keys is not None else None
     # limits here, too: Ray may have been started without our settings
     return AccessLog(with_cors(Limits(app, limits, check), limits), service)
 
@@ -98,7 +99,8 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
     async def generate(request: Request) -> Response:
         async with _admitted(service, request, api.media_type) as ticket:
             ask, form = await _parsed(service, request, api)
-            job = await service.jobs.job(ask)
+            job = await service.jobs.job(ask, ticket.client)
+            request.scope[CLAIM].release()  # nothing of its body is left
             key = record_of(request.scope).key
             header = request.headers.get("authorization") or request.headers.get("x-api-key", "")
             tenant = f"header {header}" if key is None else f"key {key}"  # no holder is taken for a header
@@ -120,18 +122,28 @@ async def _parsed(service: Service, request: Request, api: GenerationApi) -> tup
 
     body = await _body_of(request)
     if api.media_type == JSON:
-        return await service.pool.read(read, body)
-    return await service.pool.run(lambda: read(body))
+        ask, form = await service.pool.read(read, body)
+    else:
+        ask, form = await service.pool.run(lambda: read(body))
+    request.scope[CLAIM].parsed(len(body), has_media=isinstance(ask.prompt, ChatPrompt) and bool(ask.prompt.media))
+    return ask, form
 
 
 def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
     @app.post(api.path, responses=_errors(api.error), openapi_extra=_body(api.reader.kind))
     async def tokens(request: Request) -> Response:
-        async with _admitted(service, request):
-            parsed = await service.pool.read(api.reader.read, await _body_of(request))
+        async with _admitted(service, request) as ticket:
+            parsed = await _parsed_tokens(service, request, api)
             service.jobs.check_model(parsed.model)
-            answer = await api.answer(service, parsed)
+            answer = await api.answer(service, parsed, ticket.client)
             return JsonResponse(Raw(await service.pool.run(lambda: msgspec.json.encode(answer))))
+
+
+async def _parsed_tokens(service: Service, request: Request, api: TokenApi) -> Any:
+    body = await _body_of(request)
+    parsed = await service.pool.read(api.reader.read, body)
+    request.scope[CLAIM].parsed(len(body), has_media=True)  # whether it has some shows later
+    return parsed
 
 
 @asynccontextmanager
@@ -140,7 +152,7 @@ async def _admitted(service: Service, request: Request, media_type: str = JSON) 
     service.engine.health()
     _check_media_type(request, media_type, service.settings.limits.cors_origins)
     record = record_of(request.scope)
-    record.ticket = service.admission.enter(client_address(request.scope) if record.key is None else f"key {record.key}")
+    record.ticket = service.admission.enter(client_name(request.scope, record.key, service.settings.limits.proxies))
     try:
         async with asyncio.timeout_at(record.deadline):
             yield record.ticket

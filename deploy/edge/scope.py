@@ -5,7 +5,7 @@ import contextlib
 import ipaddress
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 
 from starlette.types import Scope, Send
@@ -14,6 +14,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 RECORD = "quartet.record"  # the scope's key for its request's RequestRecord
 BEGAN = "quartet.began"  # and for when its head was read, by the monotonic clock
+CLAIM = "quartet.claim"  # and for what its client holds for its body (uploads.py)
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 _SERVER_SEND: ContextVar[tuple[asyncio.AbstractEventLoop, Send] | None] = ContextVar("server_send", default=None)
@@ -51,16 +52,17 @@ def only(headers: Headers, lower_name: bytes) -> bytes | None:
 
 def is_from_loopback(scope: Scope) -> bool:
     """Whether the request comes from this machine: its connection does, and so does what a proxy before us says of it."""
-    return all(map(_is_loopback, _peers(scope)))
+    return _is_loopback(_client_host(scope, ()))
 
 
-def client_address(scope: Scope) -> str:
-    """Whose request it is, where nobody has a key; of IPv6 the network, of which a client may have every address.
+def client_name(scope: Scope, key: str | None, proxies: Sequence[str]) -> str:
+    """Who shares with others as one client: the holder of an API key or, without keys, an address."""
+    return client_address(scope, proxies) if key is None else f"key {key}"
 
-    Our HAProxy is on loopback, and is the last to say in X-Forwarded-For who its client is. uvicorn goes on to what that one says.
-    """
-    peers = _peers(scope)
-    host = peers[-1] if any(map(_is_loopback, peers)) else peers[0]
+
+def client_address(scope: Scope, proxies: Sequence[str] = ()) -> str:
+    """Whose request it is, where nobody has a key; of IPv6 the network, of which a client may have every address."""
+    host = _client_host(scope, proxies)
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host)
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
@@ -68,12 +70,31 @@ def client_address(scope: Scope) -> str:
     return host
 
 
-def _peers(scope: Scope) -> list[str]:
-    """Who is connected, as uvicorn says it, and the last in X-Forwarded-For."""
-    client = scope.get("client")
-    forwarded = values_of(scope["headers"], b"x-forwarded-for")
-    last = forwarded[-1].decode("latin-1").rpartition(",")[2:] if forwarded else ()
-    return [client[0] if client else "", *(peer.strip() for peer in last)]
+def _client_host(scope: Scope, proxies: Sequence[str]) -> str:
+    """Who is connected or, where that is a proxy, whom it names last in X-Forwarded-For.
+
+    Proxies are this machine's, as our HAProxy, and those of `proxies`. uvicorn puts a name from the header in the place of a
+    connection of loopback, and then gives it port 0, which no connection has.
+    """
+    host, port = scope.get("client") or ("", None)
+    if port != 0 and not _is_loopback(host) and not _is_of(host, proxies):
+        return host
+    named = ",".join(value.decode("latin-1") for value in values_of(scope["headers"], b"x-forwarded-for"))
+    for address in map(str.strip, reversed(named.split(","))):
+        if address and not _is_of(address, proxies):
+            return address
+    return host
+
+
+def _is_of(host: str, networks: Sequence[str]) -> bool:
+    """Whether it is an address of the networks."""
+    if not networks:
+        return False
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return any(address in ipaddress.ip_network(network, strict=False) for network in networks)
 
 
 def _is_loopback(address: str) -> bool:

@@ -24,12 +24,23 @@ from engine.channel import Waiter
 from engine.config import EngineConfig
 from engine.core.links import FrontLink, RingExecutor
 from engine.core.masks import Masks
+from engine.core.received_media import ReceivedMedia
 from engine.core.scheduler import Scheduler
 from engine.errors import CheckpointError
 from engine.lifeline import Allocate, Configure, Lifeline, RanksReady, Ready, StepTimes, run
 from engine.matcher import Vocabulary
 from engine.plan import DEPTH, StepPlan
-from engine.protocol import Abort, Control, FrontMessage, GenerateRequest, Load, TokenBatch, decode_front_message
+from engine.protocol import (
+    Abort,
+    Control,
+    FrontMessage,
+    GenerateRequest,
+    Load,
+    MediaEnd,
+    MediaPiece,
+    TokenBatch,
+    decode_front_message,
+)
 
 logger = logging.getLogger(__name__)
 LOG_PERIOD_S = 1.0
@@ -57,6 +68,7 @@ class Core:
         self._unread: deque[bytes] = deque()
         self._stopping = False
         self._report = False
+        self._media = ReceivedMedia()
         self._log = StepLog(scheduler.load, time.monotonic())
         self._idle = True  # nothing to do until the front sends something
 
@@ -96,7 +108,11 @@ class Core:
     def _handle(self, message: FrontMessage) -> None:
         match message:
             case GenerateRequest():
-                self._masks.add(message)
+                self._masks.add(self._media.complete(message))
+            case MediaPiece():
+                self._media.add(message)
+            case MediaEnd():
+                self._media.end(message)
             case Abort():
                 self._requests.abort(message.id, message.reason)
             case Control(action="stop"):

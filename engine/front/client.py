@@ -29,8 +29,10 @@ from engine.events import (
     Sink,
     Tokens,
 )
+from engine.front.media_queue import MediaQueue
 from engine.front.stream import Clock, Stream
 from engine.protocol import (
+    MAX_MESSAGE_BYTES,
     Abort,
     AbortReason,
     Control,
@@ -63,6 +65,9 @@ class EngineClient(asyncio.Protocol):
         self.dead: str | None = None
         self._sink = sink
         self._frames = FrameReader()
+        self._media = MediaQueue()
+        self._is_paused = False
+        self._is_pumping = False
         self._requests: dict[int, Stream] = {}
         self._stepped = 0.0  # when the core last reported a step, or work where it had none
         self._last_id = 0
@@ -88,15 +93,16 @@ class EngineClient(asyncio.Protocol):
     ) -> Stream:
         """Submit a request at once; `clip`, `salt`, `priority` and `media` as in GenerateRequest.
 
+        Requests that have the same tuple of media, one after the other, share them: they are sent once, before all these requests.
         Raises InvalidRequest only if it cannot be sent as it is.
         """
         self._last_id += 1
         stream = Stream(self._last_id, self.abort, Clock(monotonic()))
-        request = GenerateRequest(
-            id=stream.id, prompt=pack_tokens(prompt), params=params, clip=clip, salt=salt, priority=priority, media=media
-        )
+        request = GenerateRequest(id=stream.id, prompt=pack_tokens(prompt), params=params, clip=clip, salt=salt, priority=priority)
         try:
-            if self.dead is None:
+            if self.dead is None and media:
+                self._send_with_media(request, media)
+            elif self.dead is None:
                 self._send(request)
         except ValueError as error:
             raise InvalidRequest(f"the request is too large: {error}") from error
@@ -114,7 +120,8 @@ class EngineClient(asyncio.Protocol):
         if stream is None or stream.aborted is not None:
             return
         stream.aborted, stream.clock.aborted = reason, monotonic()
-        self._send(Abort(request, reason))
+        if not self._media.abort(request, Abort(request, reason)):
+            self._send(Abort(request, reason))
 
     def health(self) -> None:
         """Raises EngineDead once the group is gone."""
@@ -145,6 +152,7 @@ class EngineClient(asyncio.Protocol):
         if self.dead is not None:
             return
         self.dead = reason
+        self._media.clear()
         self._sink(EngineFailed())
         for request in list(self._requests):
             self._end(request, "dead", EngineDead(reason))
@@ -261,3 +269,34 @@ class EngineClient(asyncio.Protocol):
         assert self._transport is not None, "EngineClient.start has not run"
         if not self._transport.is_closing():
             self._transport.write(frame(encode_message(message)))
+
+    def _send_with_media(self, request: GenerateRequest, media: tuple[MediaItem, ...]) -> None:
+        """Send a request once its media are sent. ValueError: they are too large."""
+        size = sum(len(item.data) for item in media)
+        if size > MAX_MESSAGE_BYTES:
+            raise ValueError(f"media of {size} bytes exceed {MAX_MESSAGE_BYTES}")
+        without_data = tuple(msgspec.structs.replace(item, data=b"") for item in media)
+        request = msgspec.structs.replace(request, media=without_data, sent_media=self._media.add(media))
+        self._media.follow(request.id, frame(encode_message(request)))
+        if not self._is_pumping:
+            self._is_pumping = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Write more of the media, in each turn of the loop as much as keeps the socket busy."""
+        assert self._transport is not None
+        message = None if self._is_paused or self._transport.is_closing() else self._media.next()
+        self._is_pumping = message is not None
+        if message is not None:
+            self._transport.write(message)
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def pause_writing(self) -> None:
+        """The socket takes no more now."""
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        """The socket takes more."""
+        self._is_paused = False
+        if not self._is_pumping:
+            self._pump()

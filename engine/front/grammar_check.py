@@ -6,45 +6,58 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from engine.errors import InvalidRequest, Overloaded
+from engine.front.turns import Share, Turns
 from engine.matcher import MAX_GRAMMAR_BYTES
 
-QUEUE_S = 20.0  # behind others, whose time is not this grammar's
+QUEUE_S = 20.0  # for a turn, while other grammars are compiled
 _REMEMBERED = 1024
 _WAITING = 512
 _AT_ONCE = 4
 
 
 class GrammarCheck:
-    """`complaint` says, in bounded time, what of a grammar cannot be kept; None: nothing. It is called in threads."""
+    """`complaint` says, in bounded time, what of a grammar cannot be kept; None: nothing. It is called in threads, for clients
+    in turn."""
 
     def __init__(self, complaint: Callable[[str], str | None]) -> None:
         self._complaint = complaint
-        self._verdicts: OrderedDict[bytes, asyncio.Task[str | None]] = OrderedDict()
-        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
+        self._tasks: dict[tuple[str, bytes], asyncio.Task[str | None]] = {}
+        self._turns = Turns(_AT_ONCE)
+        self._waiting = Share(_WAITING)
 
-    async def check(self, rules: str, param: str) -> None:
+    async def check(self, rules: str, param: str, client: str) -> None:
         """Raises InvalidRequest that says under `param` what of the grammar cannot be kept; Overloaded: too many others wait."""
         if len(rules) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(f"{param}: its grammar is larger than {MAX_GRAMMAR_BYTES} bytes", param=param)
         key = hashlib.sha256(rules.encode()).digest()
-        task = self._verdicts.get(key)
-        if task is None or (task.done() and task.exception()):
-            if sum(not task.done() for task in self._verdicts.values()) >= _WAITING:
-                raise Overloaded("too many grammars are being compiled")
-            task = self._verdicts[key] = asyncio.create_task(self._verdict(rules))
-            if len(self._verdicts) > _REMEMBERED:
-                self._verdicts.popitem(last=False)
-        self._verdicts.move_to_end(key)
-        if (wrong := await asyncio.shield(task)) is not None:
+        if key in self._verdicts:
+            self._verdicts.move_to_end(key)
+            wrong = self._verdicts[key]
+        else:
+            wrong = await asyncio.shield(self._task(rules, key, client))
+        if wrong is not None:
             raise InvalidRequest(f"{param}: {wrong}", param=param)
 
-    async def _verdict(self, rules: str) -> str | None:
+    def _task(self, rules: str, key: bytes, client: str) -> asyncio.Task[str | None]:
+        """The compilation under way for the client. Nobody waits for another client's, whose turn may come late."""
+        if (client, key) not in self._tasks:
+            if not self._waiting.take(client, 1):
+                raise Overloaded("too many grammars are being compiled")
+            task = self._tasks[client, key] = asyncio.create_task(self._verdict(rules, key, client))
+            task.add_done_callback(lambda _: self._forget(client, key))
+        return self._tasks[client, key]
+
+    def _forget(self, client: str, key: bytes) -> None:
+        del self._tasks[client, key]
+        self._waiting.give_back(client, 1)
+
+    async def _verdict(self, rules: str, key: bytes, client: str) -> str | None:
         try:
-            async with asyncio.timeout(QUEUE_S):
-                await self._turns.acquire()
+            wrong = await self._turns.run(client, lambda: asyncio.to_thread(self._complaint, rules), QUEUE_S)
         except TimeoutError:
             raise Overloaded("too many grammars are being compiled") from None
-        try:
-            return await asyncio.to_thread(self._complaint, rules)
-        finally:
-            self._turns.release()
+        self._verdicts[key] = wrong
+        if len(self._verdicts) > _REMEMBERED:
+            self._verdicts.popitem(last=False)
+        return wrong

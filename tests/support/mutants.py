@@ -142,7 +142,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "engine/front/grammar_check.py": (
         ("verdicts-are-kept-for-ever", "engine/front/test_grammar_check.py", "if len(self._verdicts) > _REMEMBERED:", "if False:"),
         ("refused-grammar-is-let-in", "engine/front/test_grammar_check.py",
-         "if (wrong := await asyncio.shield(task)) is not None:", "if (wrong := await asyncio.shield(task)) == 0:"),
+         "if wrong is not None:", "if wrong == 0:"),
     ),
     "engine/front/generation.py": (
         ("end-token-is-shown", "deploy/edge/test_api.py", "output.tokens[:-1] if _last(output)", "output.tokens if _last(output)"),
@@ -205,8 +205,19 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("places-leak", "deploy/edge/test_admission.py", "_claim(-self._reserved, -self._answers)", "_claim(-self._reserved, 0)"),
         ("modest-client-gives-way", "deploy/edge/test_admission.py", "if held[greediest] <= held[client] + choices:", "if False:"),
     ),
+    "deploy/edge/uploads.py": (
+        ("body-may-be-any-size", "deploy/edge/test_limits.py", "if len(upload.body) > self.limits.body_bytes:", "if False:"),
+        ("media-take-the-room-of-text", "deploy/edge/test_limits.py",
+         "self._hold(self._uploads.media if size > TEXT_BYTES", "self._hold(self._uploads.texts if size > TEXT_BYTES"),
+        ("guard-gives-back-too-early", "deploy/edge/test_limits.py",
+         "if asyncio.get_running_loop() not in _APPLICATIONS:", "if True:"),
+    ),
+    "engine/front/turns.py": (
+        ("first-client-takes-all", "engine/front/test_turns.py",
+         "if self._held[client] + amount > self.most - self._total:", "if amount > self.most - self._total:"),
+        ("last-place-is-anybodys", "engine/front/test_turns.py", "if free < 1 or is_kept:", "if free < 1:"),
+    ),
     "deploy/edge/limits.py": (
-        ("body-may-be-any-size", "deploy/edge/test_limits.py", "if upload.held > self._limits.body_bytes:", "if False:"),
         ("any-host-is-ours", "deploy/edge/test_browsers.py",
          "if limits.hosts is not None and match[1].decode().lower() not in map(str.lower, limits.hosts):", "if False:"),
         ("clients-steer-the-deadline", "deploy/edge/test_limits.py", "if name.lower() not in STRIPPED_HEADERS", "if True"),

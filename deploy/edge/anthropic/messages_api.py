@@ -7,8 +7,8 @@ from deploy.edge.api import GenerationApi, TokenApi
 from deploy.edge.service import Service
 
 
-async def _count(service: Service, request: CountRequest) -> dict[str, int]:
-    return {"input_tokens": len(await service.jobs.prompt(await service.pool.run(request.chat)))}
+async def _count(service: Service, request: CountRequest, client: str) -> dict[str, int]:
+    return {"input_tokens": len(await service.jobs.prompt(await service.pool.run(request.chat), client))}
 
 
 MESSAGES_API = GenerationApi(

@@ -1,42 +1,51 @@
 """From a chat's media parts to what the engine gets: checked, prepared in side processes, and found again in the prompt."""
 
 import asyncio
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import sha256
+from dataclasses import dataclass
 from itertools import islice
+from typing import TypeVar
 
 import msgspec
 
 from deploy.edge.ask import ChatPrompt, Media
-from deploy.edge.media.tasks import DecodeTask, Prepared, prepare
+from deploy.edge.media.tasks import CPU_S, REQUEST_CPU_S, DecodeTask, Prepared, digest_of, fetch, prepare
 from deploy.edge.raw_json import invalid
 from deploy.edge.service_settings import ServiceSettings
 from deploy.edge.side_pool import SidePool
 from engine.errors import InvalidRequest
 from engine.front.text import TextProcessor
+from engine.front.turns import Turns
 from engine.protocol import MAX_MESSAGE_BYTES, MediaItem, MediaKind
 
 MEDIA_BYTES = MAX_MESSAGE_BYTES - (8 << 20)  # of a request; the rest of its message is for the prompt
-DECODERS = min(8, os.cpu_count() or 1)  # media that are decoded at once
+DECODERS = max(2, min(8, (os.cpu_count() or 1) // 2))  # media that are decoded at once: half of the cores, and one place for others
 FETCHERS = 16  # that wait for other servers, most of the time
 _HEAD = 1024  # characters of a data: URL before its data
 READ_AT_ONCE = 16  # requests whose media are on their way; each may have a message's worth of bytes
 _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "audio"}
 
+T = TypeVar("T")
 
 class MediaPreparer:
     """Prepares the media of chats; the side process starts with the first, or by `pool.start`."""
 
     def __init__(self) -> None:
         self.pool = SidePool("deploy.edge.media.media_process")
-        # by `is_remote`: who waits for other servers, apart
-        self._threads = [ThreadPoolExecutor(count, name) for count, name in ((DECODERS, "media"), (FETCHERS, "fetch"))]
-        self._reading = [asyncio.Semaphore(READ_AT_ONCE) for _ in self._threads]
+        self._threads = ThreadPoolExecutor(DECODERS + FETCHERS, "media")
+        self._decoders = Turns(DECODERS)
+        self._fetchers = Turns(FETCHERS)
+        self._local = Turns(READ_AT_ONCE)
+        self._remote = Turns(READ_AT_ONCE)  # apart: other servers may be slow
 
-    async def prepare(self, chat: ChatPrompt, key: str, settings: ServiceSettings) -> list[Prepared]:
-        """Returns a chat's media in the order of their parts. InvalidRequest of `key`, the client's for them; Overloaded."""
+    async def prepare(self, chat: ChatPrompt, key: str, settings: ServiceSettings, client: str) -> list[Prepared]:
+        """Returns a chat's media in the order of their parts. Clients take turns, in fetching as in decoding.
+
+        InvalidRequest of `key`, the client's for them; Overloaded.
+        """
         if not (media := chat.media):
             return []
         if len(media) > (most := settings.media.max_media):
@@ -45,9 +54,11 @@ class MediaPreparer:
             if part.kind not in settings.media_kinds:
                 raise invalid(key, f"this model reads no {_PLURALS[part.kind]}")
         limits = DecodeTask(**msgspec.structs.asdict(settings.media), row_samples=settings.row_samples)
-        async with self._reading[any(part.is_remote for part in media)]:
+        turns = self._remote if any(part.is_remote for part in media) else self._local
+        request = _MediaRequest(client)
+        async with turns.place(client):
             tasks = [
-                asyncio.ensure_future(self._prepared(part, chat.max_soft_tokens, limits, key, f"{part.kind} {count}"))
+                asyncio.ensure_future(self._prepared(request, part, chat.max_soft_tokens, limits, key, f"{part.kind} {count}"))
                 for count, part in enumerate(media, 1)
             ]
             try:
@@ -60,24 +71,51 @@ class MediaPreparer:
             raise invalid(key, why)
         return prepared
 
-    async def _prepared(self, part: Media, budget: int | None, limits: DecodeTask, key: str, name: str) -> Prepared:
-        begin = 0 if part.is_remote else part.url.find(",", 0, _HEAD) + 1
-        head = part.url[:begin].lower().replace(" ", "")
+    async def _prepared(
+        self, request: "_MediaRequest", part: Media, budget: int | None, limits: DecodeTask, key: str, name: str
+    ) -> Prepared:
+        task = msgspec.structs.replace(limits, kind=part.kind, budget=budget or part.budget)
         try:
-            if not part.is_remote and not head.endswith(";base64,"):
+            if part.is_remote:
+                return await self._fetchers.run(request.client, lambda: self._fetched(request, task, part.url))
+            head, comma, _ = part.url[:_HEAD].partition(",")
+            head = head.lower().replace(" ", "") + comma
+            if not head.endswith(";base64,"):
                 raise InvalidRequest("of data: URLs only those in base64 are read")
-            task = msgspec.structs.replace(
-                limits,
-                kind=part.kind,
-                media_type=head[len("data:") :].partition(";")[0],
-                is_remote=part.is_remote,
-                budget=budget or part.budget,
-            )
-            return await asyncio.get_running_loop().run_in_executor(
-                self._threads[part.is_remote], lambda: prepare(self.pool, task, part.url[begin:].encode(errors="replace"))
+            task = msgspec.structs.replace(task, media_type=head[len("data:") :].partition(";")[0])
+            begin = part.url.index(",") + 1
+            return await self._decoders.run(
+                request.client, lambda: self._decoded(request, task, lambda: part.url[begin:].encode(errors="replace"))
             )
         except InvalidRequest as error:
             raise invalid(key, f"{name}: {error}") from error
+
+    async def _fetched(self, request: "_MediaRequest", task: DecodeTask, url: str) -> Prepared:
+        """Fetch and decode a file. It keeps its fetcher's place meanwhile, which bounds the files that wait for decoders."""
+        remote = msgspec.structs.replace(task, is_remote=True)
+        source = await self._in_thread(lambda: fetch(self.pool, remote, url.encode(errors="replace")))
+        fetched = msgspec.structs.replace(task, media_type=None)
+        return await self._decoders.run(request.client, lambda: self._decoded(request, fetched, lambda: source))
+
+    async def _decoded(self, request: "_MediaRequest", task: DecodeTask, source: Callable[[], bytes]) -> Prepared:
+        """Decode in what the request's media have left of its CPU time."""
+        if request.left_s < 1:
+            raise InvalidRequest(f"the media of a request may take {REQUEST_CPU_S} s of CPU, and those before it took them")
+        task = msgspec.structs.replace(task, cpu_s=min(CPU_S[task.kind], math.ceil(request.left_s)))
+        prepared = await self._in_thread(lambda: prepare(self.pool, task, source()))
+        request.left_s -= prepared.cpu_s
+        return prepared
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+@dataclass
+class _MediaRequest:
+    """Whose media are prepared, and the seconds of CPU that those not yet begun may take."""
+
+    client: str
+    left_s: float = REQUEST_CPU_S
 
 
 def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProcessor) -> tuple[MediaItem, ...]:
@@ -95,8 +133,10 @@ def _items(medium: Prepared, runs: list[tuple[int, int]]) -> Iterator[MediaItem]
         yield MediaItem(first, end - first, medium.digest, tuple(runs), medium.kind, medium.shape, medium.data)
     data, row_bytes = memoryview(medium.data), len(medium.data) // medium.shape[0]
     for (first, end), rows in zip(runs, medium.clips, strict=False):
-        clip, data = bytes(data[: rows * row_bytes]), data[rows * row_bytes :]
-        yield MediaItem(first, end - first, sha256(clip).digest(), (), medium.kind, (rows, *medium.shape[1:]), clip)
+        clip = bytes(data[: rows * row_bytes])
+        data = data[rows * row_bytes :]
+        shape = (rows, *medium.shape[1:])
+        yield MediaItem(first, end - first, digest_of(medium.kind, shape, clip), (), medium.kind, shape, clip)
 
 
 def _runs(tokens: Sequence[int], soft: set[int | None]) -> Iterator[tuple[int, int]]:

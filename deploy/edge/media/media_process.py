@@ -1,9 +1,12 @@
 """`python -m deploy.edge.media.media_process FD`: the side process that fetches and decodes."""
 
 import importlib
+import os
 import socket
+import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 from PIL import Image
 
@@ -12,7 +15,7 @@ from deploy.edge.media.base64_reader import unbase64
 from deploy.edge.media.clips import prepare_audio
 from deploy.edge.media.fetching import fetched
 from deploy.edge.media.rasters import CELL, prepare_image, resized
-from deploy.edge.media.tasks import CPU_S, FRAMES_TYPE, LENGTH, MEMORY_BYTES, DecodeTask, Prepared, decode_task, encode
+from deploy.edge.media.tasks import FRAMES_TYPE, LENGTH, MEMORY_BYTES, NICENESS, DecodeTask, Fetched, Prepared, decode_task, encode
 from deploy.edge.media.videos import prepare_video
 from deploy.edge.side_process import begin, fork_for_each
 from engine.errors import InvalidRequest
@@ -26,7 +29,8 @@ _PREPARERS: dict[MediaKind, Callable[[DecodeTask, bytes], Prepared]] = {
 
 
 def _warm_up() -> Callable[[socket.socket], None]:
-    """Load what would else be loaded in every process."""
+    """Load what would else be loaded in every process. Whatever decodes gives way to what serves."""
+    os.nice(NICENESS)
     importlib.import_module("torch").set_num_threads(1)
     Image.init()
     resized(Image.new("RGBA", (9, 9)), (CELL, CELL))
@@ -38,16 +42,19 @@ def _serve(connection: socket.socket) -> None:
     with connection.makefile("rb") as stream:
         (length,) = LENGTH.unpack(stream.read(LENGTH.size))
         task = decode_task(stream.read(length))
-        begin(connection, CPU_S[task.kind], MEMORY_BYTES)
+        begun_s = time.process_time()
+        begin(connection, task.cpu_s, MEMORY_BYTES)
         answer = _answer(task, stream.read())
+    if isinstance(answer, Prepared):
+        answer = msgspec.structs.replace(answer, cpu_s=time.process_time() - begun_s)
     connection.sendall(encode(answer))
 
 
-def _answer(task: DecodeTask, source: bytes) -> Prepared | str:
+def _answer(task: DecodeTask, source: bytes) -> Prepared | Fetched | str:
     try:
         if task.is_remote:
-            source = fetched(source.decode(), task)
-        elif task.media_type != FRAMES_TYPE:
+            return Fetched(fetched(source.decode(), task))
+        if task.media_type not in (None, FRAMES_TYPE):
             source = unbase64(source)
         return _PREPARERS[task.kind](task, source)
     except InvalidRequest as error:

@@ -5,7 +5,6 @@
 A soft token stands for 48 x 48 pixels. Runs in a side process: a decoder is code of others that reads what anybody sends.
 """
 
-import hashlib
 import io
 import math
 import re
@@ -15,7 +14,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from PIL.Image import Transpose
 
-from deploy.edge.media.tasks import BUDGETS, DecodeTask, Prepared
+from deploy.edge.media.tasks import BUDGETS, DecodeTask, Prepared, digest_of
 from engine.errors import InvalidRequest
 from engine.protocol import MediaKind
 
@@ -73,9 +72,8 @@ def prepared(
 ) -> Prepared:
     """Return the medium with the digest of what the encoder gets."""
     data = raster.tobytes()
-    digest = hashlib.sha256(f"{kind}:{raster.shape}:".encode())
-    digest.update(data)
-    return Prepared(kind=kind, shape=raster.shape, data=data, digest=digest.digest(), text=text, runs=runs, clips=clips)
+    digest = digest_of(kind, raster.shape, data)
+    return Prepared(kind=kind, shape=raster.shape, data=data, digest=digest, text=text, runs=runs, clips=clips)
 
 
 def opened(data: bytes, pixels: int) -> Image.Image:

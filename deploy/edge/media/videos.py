@@ -24,6 +24,7 @@ from engine.errors import InvalidRequest
 FRAMES = 32  # that are looked at
 FRAME_BUDGET = 70
 FILMED_FRAMES = 108_000  # of a container: an hour at 30 a second
+FILMED_PIXELS = 10_000_000_000  # of all frames of a container that must be decoded: more take longer than a process may
 DECODED_FRAMES = 4  # times the pixels of an image: an animation's frames are decoded up to the last that is looked at
 TimedFrames = Iterator[tuple[Image.Image, float]]  # each with its second
 _FILMS = ("mov", "matroska")
@@ -84,7 +85,12 @@ def _filmed(task: DecodeTask, data: bytes) -> TimedFrames:
     sampled = _sampled(len(order))
     stream.codec_context.options = {"max_pixels": str(task.pixels)}
     rate = _rate(stream, [_time(packets[number]) for number in order])
-    for index, frame in zip(sampled, _decoded(stream, packets, [order[index] for index in sampled]), strict=True):
+    chosen = [order[index] for index in sampled]
+    begins = _begins(packets, chosen)
+    pixels = stream.width * stream.height * _count(begins, chosen)
+    if pixels > FILMED_PIXELS:
+        raise InvalidRequest(f"{pixels} pixels of frames would have to be decoded; at most {FILMED_PIXELS} are")
+    for index, frame in zip(sampled, _decoded(stream, packets, begins, chosen), strict=True):
         yield Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)), index / rate
 
 
@@ -105,14 +111,34 @@ def _packets(stream: Any) -> list[Packet]:
     return packets
 
 
-def _decoded(stream: VideoStream, packets: Sequence[Packet], chosen: Sequence[int]) -> Iterator[VideoFrame]:
-    """The frames of these packets, in the order in which they are shown."""
-    keys, context = [number for number, packet in enumerate(packets) if packet.is_keyframe], stream.codec_context
-    frames: Iterator[VideoFrame] = iter(())
-    frame, begun = None, -1
+def _begins(packets: Sequence[Packet], chosen: Sequence[int]) -> list[int]:
+    """The key frame from which each of these packets is decoded."""
+    keys = [number for number, packet in enumerate(packets) if packet.is_keyframe]
+    begins = []
     for number in chosen:
         before = keys[: bisect_right(keys, number)][-2:]  # a frame may be shown before the key frame that it is stored behind
-        begin = max((key for key in before if _time(packets[key]) <= _time(packets[number])), default=0)
+        begins.append(max((key for key in before if _time(packets[key]) <= _time(packets[number])), default=0))
+    return begins
+
+
+def _count(begins: Sequence[int], chosen: Sequence[int]) -> int:
+    """Frames that are decoded for the chosen ones."""
+    count = end = 0
+    for begin, number in zip(begins, chosen, strict=True):
+        count += max(0, number + 1 - max(begin, end))
+        end = max(end, number + 1)
+    return count
+
+
+def _decoded(
+    stream: VideoStream, packets: Sequence[Packet], begins: Sequence[int], chosen: Sequence[int]
+) -> Iterator[VideoFrame]:
+    """The frames of the chosen packets, in the order in which they are shown."""
+    context = stream.codec_context
+    frames: Iterator[VideoFrame] = iter(())
+    frame = None
+    begun = -1
+    for begin, number in zip(begins, chosen, strict=True):
         if begin > begun:
             context.flush_buffers()
             frames = (decoded for packet in [*packets[begin:], None] for decoded in context.decode(packet))

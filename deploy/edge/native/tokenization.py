@@ -52,9 +52,9 @@ class DetokenizeRequest(FrozenStruct):
     model: ModelName | None = None
 
 
-async def _tokenized(service: Service, request: TokenizeRequest) -> JsonObject:
+async def _tokenized(service: Service, request: TokenizeRequest, client: str) -> JsonObject:
     if (chat := await service.pool.run(request.chat)) is not None:
-        tokens = await service.jobs.prompt(chat)
+        tokens = await service.jobs.prompt(chat, client)
     else:
         tokens = await service.pool.run(
             lambda: service.jobs.encode(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
@@ -63,7 +63,7 @@ async def _tokenized(service: Service, request: TokenizeRequest) -> JsonObject:
     return {"count": len(tokens), "max_model_len": service.settings.max_len, "tokens": tokens, "token_strs": texts}
 
 
-async def _text_of(service: Service, request: DetokenizeRequest) -> dict[str, str]:
+async def _text_of(service: Service, request: DetokenizeRequest, _: str) -> dict[str, str]:
     return {"prompt": await service.pool.run(lambda: service.jobs.decode(token_ids(request.tokens, "tokens", PROMPT_IDS)))}
 
 

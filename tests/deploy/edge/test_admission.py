@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import httpx
@@ -18,6 +18,7 @@ import pytest
 from deploy.edge.admission_control import AdmissionControl, AdmissionTicket
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.scope import client_address
+from deploy.edge.uploads import Claim
 from engine.errors import Overloaded
 from engine.front.stream import Clock
 from engine.protocol import Output
@@ -191,21 +192,38 @@ def test_the_last_of_the_greediest_gives_way(nano: Nano) -> None:
 @pytest.mark.parametrize(
     ("client", "forwarded", "address"),
     [
-        ("10.0.0.9", [], "10.0.0.9"),
-        ("10.0.0.9", ["10.0.0.9"], "10.0.0.9"),
-        ("127.0.0.1", ["10.0.0.9"], "10.0.0.9"),
-        ("6.6.6.6", ["6.6.6.6", "127.0.0.1"], "127.0.0.1"),
-        ("10.0.0.9", ["6.6.6.6"], "10.0.0.9"),
-        ("2001:db8:1:2:3::4", [], "2001:db8:1:2::/64"),
-        ("2001:db8:1:2:9::9", [], "2001:db8:1:2::/64"),
-        ("::ffff:10.0.0.9", [], "::ffff:10.0.0.9"),
-        ("somebody", [], "somebody"),
+        ("10.0.0.9:1", [], "10.0.0.9"),
+        ("10.0.0.9:0", ["10.0.0.9"], "10.0.0.9"),
+        ("127.0.0.1:1", ["10.0.0.9"], "10.0.0.9"),
+        ("6.6.6.6:0", ["6.6.6.6", "127.0.0.1"], "127.0.0.1"),
+        ("10.0.0.9:0", ["6.6.6.6", "10.0.0.9"], "10.0.0.9"),
+        ("10.0.0.9:1", ["6.6.6.6"], "10.0.0.9"),
+        ("10.0.0.9:1", ["127.0.0.1"], "10.0.0.9"),
+        ("10.0.0.9:1", ["127.0.0.7, 127.0.0.8"], "10.0.0.9"),
+        ("10.1.0.1:1", ["10.0.0.9"], "10.0.0.9"),
+        ("127.0.0.1:1", ["6.6.6.6, 10.0.0.9, 10.1.0.1"], "10.0.0.9"),
+        ("127.0.0.1:1", ["10.1.0.1"], "127.0.0.1"),
+        ("2001:db8:1:2:3::4:1", [], "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:9::9:1", [], "2001:db8:1:2::/64"),
+        ("::ffff:10.0.0.9:1", [], "::ffff:10.0.0.9"),
+        ("somebody:1", [], "somebody"),
     ],
 )
 def test_whose_request_it_is(client: str, forwarded: list[str], address: str) -> None:
-    """By the connection as uvicorn says it, and the last in X-Forwarded-For; what a client says before does not count."""
+    """The connection's or, where that is of loopback or a proxy of the settings, whom it names last. uvicorn has port 0 where it
+    has put such a name in the connection's place; what a client says of itself does not count."""
+    host, _, port = client.rpartition(":")
     headers = [(b"x-forwarded-for", value.encode()) for value in forwarded]
-    assert client_address({"type": "http", "client": (client, 1), "headers": headers}) == address
+    scope = {"type": "http", "client": (host, int(port)), "headers": headers}
+    assert client_address(scope, ["10.1.0.0/16", "fd00::1"]) == address
+
+
+def test_a_proxy_that_nobody_has_named_is_a_client() -> None:
+    """Planted: without the setting, the address that the proxy names does not count."""
+    scope = {"type": "http", "client": ("10.1.0.1", 1), "headers": [(b"x-forwarded-for", b"10.0.0.9")]}
+    assert client_address(scope) == "10.1.0.1"
+    with pytest.raises(ValueError, match=r"10\.1\.0\.x"):
+        LimitSettings(proxies=("10.1.0.x",))
 
 
 def test_a_burst_gets_what_there_is(nano: Nano) -> None:
@@ -237,10 +255,10 @@ def test_a_burst_gets_what_there_is(nano: Nano) -> None:
             assert reply.json()["error"]["code"] == "overloaded"
 
 
-def half_sent(edge: Edge, body: bytes = b'{"m') -> socket.socket:
+def half_sent(edge: Edge, body: bytes = b'{"m', length: int = 1_000_000) -> socket.socket:
     """A request whose body does not come."""
     sock = socket.create_connection(("127.0.0.1", edge.port), timeout=5)
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
     sock.sendall(head.encode() + body)
     return sock
 
@@ -262,18 +280,34 @@ def narrow(edges: Edges) -> Edge:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("count", "size"), [(4, 3), (2, 600_000)])
-def test_the_oldest_body_gives_way(narrow: Edge, count: int, size: int) -> None:
-    """By number and by bytes: it alone gets a 408, the newcomer is served, and those between still wait."""
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_body_that_has_no_room_is_refused_before_it_is_sent(narrow: Edge, fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One upload of a megabyte takes all bytes: the next gets a 429 by its head, with Retry-After, the first one still waits, and a
+    small body is served. Planted: bodies that count as they come."""
+    if fault:
+        monkeypatch.setattr(Claim, "grow", lambda claim, size: None)
+    narrow.reset()
+    with half_sent(narrow) as first, half_sent(narrow, b"") as second:
+        second.settimeout(0.5)
+        with pytest.raises(TimeoutError) if fault else nullcontext():
+            reply = second.recv(4096)
+            assert reply.startswith(b"HTTP/1.1 429")
+            assert b"retry-after: 1" in reply
+        first.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            first.recv(1)
+        assert fault or narrow.post(CHAT, BODY).status_code == 200
+
+
+@pytest.mark.alone
+def test_a_client_has_half_of_the_uploads(narrow: Edge) -> None:
+    """Of four: its third is refused, and another address' is served while its two wait."""
     narrow.reset()
     with ExitStack() as stack:
-        slow = [stack.enter_context(half_sent(narrow, b"x" * size)) for _ in range(count)]
-        assert narrow.post(CHAT, BODY).status_code == 200
-        slow[0].settimeout(20)
-        assert slow[0].recv(4096).startswith(b"HTTP/1.1 408")
-        slow[-1].settimeout(0.2)
-        with pytest.raises(TimeoutError):
-            slow[-1].recv(1)
+        for _ in range(2):
+            stack.enter_context(half_sent(narrow, b"x", length=2))
+        until(lambda: narrow.post(CHAT, BODY).status_code == 429, "a refusal")
+        assert narrow.post(CHAT, BODY, headers={"x-forwarded-for": "10.0.0.2"}).status_code == 200
 
 
 @pytest.mark.alone

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import pytest
 
 from deploy.edge.media import fetching
-from deploy.edge.media.tasks import DecodeTask, prepare
+from deploy.edge.media.tasks import DecodeTask, fetch, prepare
 from deploy.edge.side_pool import SidePool
 from engine.errors import InvalidRequest
 
@@ -221,10 +221,11 @@ def test_a_side_process_fetches_and_gives_up(site: Site) -> None:
     """The image comes; a server that never ends is left when its time is over, whatever drips in."""
     pool = SidePool("deploy.edge.media.media_process")
     try:
-        assert prepare(pool, rules(INSIDE), f"{site.url}/png".encode()).shape == (384, 384, 3)
+        file = fetch(pool, rules(INSIDE), f"{site.url}/png".encode())
+        assert prepare(pool, DecodeTask(media_type=None), file).shape == (384, 384, 3)
         began = time.monotonic()
         with pytest.raises(InvalidRequest, match="too much time"):
-            prepare(pool, rules(INSIDE, timeout_s=0.5), f"{site.url}/slow".encode())
+            fetch(pool, rules(INSIDE, timeout_s=0.5), f"{site.url}/slow".encode())
         assert time.monotonic() - began < 8
     finally:
         pool.close()

@@ -246,7 +246,7 @@ def test_the_side_process_is_started_again(edge: Edge) -> None:
 def test_what_takes_too_long_is_ended(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that never comes back, after its time, with the limits; the next image is read."""
     slow = (
-        "from deploy.edge.media import media_process as one; from itertools import repeat; one.CPU_S['image'] = 1; "
+        "from deploy.edge.media import media_process as one; from itertools import repeat; "
         "one._PREPARERS['image'] = lambda task, data: all(repeat(1)) if task.budget == 70 else one.prepare_image(task, data); "
         "one.fork_for_each(one._warm_up)"
     )
@@ -254,8 +254,8 @@ def test_what_takes_too_long_is_ended(edge: Edge, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(subprocess, "Popen", lambda command, **more: start([command[0], "-c", slow, command[-1]], **more))
     pool, blue = SidePool("deploy.edge.media.media_process"), base64.b64encode(BLUE)
     try:
-        with pytest.raises(InvalidRequest, match="too much time or memory to fetch or decode: 2 s of CPU and 448 MiB"):
-            prepare(pool, DecodeTask(budget=70), blue)
+        with pytest.raises(InvalidRequest, match="too much time or memory to fetch or decode: 1 s of CPU and 448 MiB"):
+            prepare(pool, DecodeTask(budget=70, cpu_s=1), blue)
         assert prepare(pool, DecodeTask(budget=140), blue).shape
     finally:
         pool.close()

@@ -213,7 +213,7 @@ def test_only_a_streams_ends_pass_what_stands_around_the_app(edge: Edge, *, guar
             await asyncio.sleep(0.01)
         sent.append(message)
 
-    edge.run(ask(Limits(around, LimitSettings(), bounds_writes=guarded), BODY | {"max_tokens": 40}, send))
+    edge.run(ask(Limits(around, LimitSettings(), is_guard=guarded), BODY | {"max_tokens": 40}, send))
     assert len(sent) > 10
     assert passed == ([sent[0], sent[-1]] if guarded else sent)
     chunks = b"".join(message["body"] for message in sent[1:]).decode().removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]

@@ -187,7 +187,7 @@ def test_a_busy_compiler_refuses_no_plain_request(edge: Edge, monkeypatch: pytes
     """Our own wish for a grammar gives way where too many others wait; what was asked for is a 429, to be tried again."""
     edge.reset()
 
-    async def busy(rules: str, param: str) -> None:
+    async def busy(rules: str, param: str, client: str) -> None:
         raise Overloaded("too many grammars are being compiled")
 
     monkeypatch.setattr(edge.service.jobs.grammars, "check", busy)

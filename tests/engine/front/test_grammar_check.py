@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_who_waits_behind_others_is_not_blamed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(grammar_check, "QUEUE_S", 3.5 * SLOW_S)
 
     async def run(check: GrammarCheck, _: Compiler) -> None:
-        found.extend(await asyncio.gather(*(check.check(f"slow {at}", "regex") for at in range(6)), return_exceptions=True))
+        found.extend(await asyncio.gather(*(check.check(f"slow {at}", "regex", "one") for at in range(6)), return_exceptions=True))
 
     found = []
     checked(run)
@@ -73,8 +74,8 @@ def test_those_that_take_long_hold_up_no_others() -> None:
     """Others are compiled beside three that do not end."""
 
     async def run(check: GrammarCheck, compiler: Compiler) -> None:
-        waiting = [asyncio.create_task(check.check(f"wait {at}", "regex")) for at in range(3)]
-        await check.check("fine", "regex")
+        waiting = [asyncio.create_task(check.check(f"wait {at}", "regex", "one")) for at in range(3)]
+        await check.check("fine", "regex", "one")
         assert not any(each.done() for each in waiting)
         compiler.go.set()
         await asyncio.gather(*waiting)
@@ -86,13 +87,14 @@ def test_verdicts_are_remembered() -> None:
     """Of several that ask for the same at once one compiles it, also where it cannot be kept; not that nobody could compile it."""
 
     async def run(check: GrammarCheck, _: Compiler) -> None:
-        found = await asyncio.gather(*(check.check(rules, "regex") for rules in ["wrong", "fine"] * 3), return_exceptions=True)
+        asked = (check.check(rules, "regex", "one") for rules in ["wrong", "fine"] * 3)
+        found = await asyncio.gather(*asked, return_exceptions=True)
         assert outcomes(found) == ["InvalidRequest", "NoneType"] * 3
         with pytest.raises(InvalidRequest, match="regex: no such rule"):
-            await check.check("wrong", "regex")
+            await check.check("wrong", "regex", "one")
         for _ in range(2):
             with pytest.raises(Overloaded, match="no process"):
-                await check.check("gone", "regex")
+                await check.check("gone", "regex", "one")
 
     assert sorted(checked(run).compiled) == ["fine", "gone", "gone", "wrong"]
 
@@ -103,7 +105,7 @@ def test_verdicts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def run(check: GrammarCheck, _: Compiler) -> None:
         for rules in ("a", "b", "a", "c", "a", "b"):
-            await check.check(rules, "regex")
+            await check.check(rules, "regex", "one")
             assert len(check._verdicts) <= 2
 
     assert checked(run).compiled == ["a", "b", "c", "b"]
@@ -116,13 +118,31 @@ def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "_AT_ONCE", 1)
 
     async def run(check: GrammarCheck, compiler: Compiler) -> None:
-        first = asyncio.create_task(check.check("wait", "regex"))
+        first = asyncio.create_task(check.check("wait", "regex", "one"))
         await asyncio.to_thread(compiler.entered.wait, 20)
-        found = await asyncio.gather(*(check.check(f"{at}", "regex") for at in range(3)), return_exceptions=True)
+        found = await asyncio.gather(*(check.check(f"{at}", "regex", "one") for at in range(3)), return_exceptions=True)
         assert [type(each) for each in found] == [Overloaded] * 3
         compiler.go.set()
         await first
         monkeypatch.setattr(grammar_check, "QUEUE_S", 20)
-        await check.check("fine", "regex")
+        await check.check("fine", "regex", "one")
 
     assert checked(run).compiled == ["wait", "fine"]
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_client_with_many_grammars_stops_no_other(fault: bool) -> None:
+    """Four that do not end, and more that wait: another client's is compiled at once, also one that the first has waiting.
+    Planted: both are the same client."""
+
+    async def run(check: GrammarCheck, compiler: Compiler) -> None:
+        many = [asyncio.create_task(check.check(f"wait {at}", "regex", "many")) for at in range(8)]
+        many.append(asyncio.create_task(check.check("fine", "regex", "many")))
+        await asyncio.to_thread(compiler.entered.wait, 20)
+        with pytest.raises(TimeoutError) if fault else nullcontext():
+            async with asyncio.timeout(1 if fault else 20):
+                await check.check("fine", "regex", "many" if fault else "few")
+        compiler.go.set()
+        await asyncio.gather(*many)
+
+    checked(run)

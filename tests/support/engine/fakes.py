@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig, engine_config
+from engine.core.received_media import ReceivedMedia
 from engine.errors import EngineDead, InvalidRequest
 from engine.front.stream import Clock, Stream
 from engine.protocol import (
@@ -19,6 +20,8 @@ from engine.protocol import (
     FrontMessage,
     GenerateRequest,
     Load,
+    MediaEnd,
+    MediaPiece,
     Output,
     SamplingParams,
     TokenBatch,
@@ -47,6 +50,7 @@ class FakeCore:
         self.front, self._sock = socket.socketpair()
         self._sock.setblocking(False)
         self._frames = FrameReader()
+        self._media = ReceivedMedia()
         self._pending: list[FrontMessage] = []
         self._step = 0
         self._sending = asyncio.Lock()
@@ -57,8 +61,21 @@ class FakeCore:
             data = await asyncio.get_running_loop().sock_recv(self._sock, 1 << 20)
             if not data:
                 return None
-            self._pending += [decode_front_message(raw) for raw in self._frames.feed(data)]
+            for raw in self._frames.feed(data):
+                self._take(decode_front_message(raw))
         return self._pending.pop(0)
+
+    def _take(self, message: FrontMessage) -> None:
+        """Queue a message for the test; a request has its media with it, as in the core's loop."""
+        match message:
+            case MediaPiece():
+                self._media.add(message)
+            case MediaEnd():
+                self._media.end(message)
+            case GenerateRequest():
+                self._pending.append(self._media.complete(message))
+            case _:
+                self._pending.append(message)
 
     async def receive(self) -> FrontMessage:
         """The next message from the client, within some seconds."""

@@ -1,0 +1,144 @@
+"""Request bodies and the memory that they take: who may send one is decided before it is sent, and no upload ends another.
+
+    head --claim--> [ body comes ] --parsed--> [ its media wait for decoders ] --decoded--> nothing
+    text            `texts`                    (nothing)
+    mostly media    `media`                    `media`
+
+A body above TEXT_BYTES can only be media. So text is never refused for media that wait, however many there are.
+"""
+
+import asyncio
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from weakref import WeakSet
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive
+
+from deploy.edge.edge_settings import LimitSettings
+from deploy.edge.http_errors import TooLarge, TooSlow
+from deploy.edge.raw_json import TEXT_BYTES
+from engine.errors import Overloaded
+from engine.front.turns import Share
+
+SMALL_BYTES = 256 << 10  # of a body that is counted by number alone
+_FULL = "Too many large bodies are being sent or wait to be read; please try again shortly."
+
+
+class Uploads:
+    """What bodies may take: `coming` counts those on their way, `texts` and `media` the bytes of larger ones."""
+
+    def __init__(self, limits: LimitSettings) -> None:
+        self.limits = limits
+        self.coming = Share(limits.uploads)
+        self.texts = Share(limits.upload_bytes)
+        self.media = Share(limits.upload_bytes)
+
+    async def read(self, upload: "Upload", receive: Receive, length: int) -> None:
+        """The whole body; `length` is what its head says, or 0. TooLarge, TooSlow; Overloaded: it has no room, by its head where
+        that gives its length; ClientDisconnect: the client leaves before its end."""
+        if not self.coming.take(upload.claim.client, 1):
+            raise Overloaded("Too many bodies are being sent; please try again shortly.")
+        try:
+            upload.claim.grow(length)
+            async with asyncio.timeout(self.limits.body_timeout_s):
+                await self._receive(upload, receive)
+        except TimeoutError as error:
+            raise TooSlow(f"the body did not arrive within {self.limits.body_timeout_s:g} s") from error
+        finally:
+            self.coming.give_back(upload.claim.client, 1)
+
+    async def _receive(self, upload: "Upload", receive: Receive) -> None:
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            upload.body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(upload.body) > self.limits.body_bytes:
+                raise TooLarge(f"the body exceeds the limit of {self.limits.body_bytes} bytes")
+            upload.claim.grow(len(upload.body))
+
+
+class Claim:
+    """What a client holds of `uploads` for one body. It is given back once, when the body is parsed or its media are decoded."""
+
+    def __init__(self, uploads: Uploads, client: str) -> None:
+        self.client = client
+        self._uploads = uploads
+        self._share = uploads.texts
+        self._bytes = 0
+
+    def grow(self, size: int) -> None:
+        """Hold `size` bytes, unless it holds as many. Overloaded: they are not there for the client, and it holds nothing."""
+        if size > max(SMALL_BYTES, self._bytes):
+            self._hold(self._uploads.media if size > TEXT_BYTES else self._uploads.texts, size)
+
+    def parsed(self, size: int, *, has_media: bool) -> None:
+        """The body, of `size` bytes, is gone; its media, if it has some, are still to be decoded. Overloaded: they have no room."""
+        if not has_media:
+            self.release()
+        elif self._share is not self._uploads.media:
+            self._hold(self._uploads.media, size)
+
+    def release(self) -> None:
+        """Give all back. Idempotent."""
+        self._share.give_back(self.client, self._bytes)
+        self._bytes = 0
+
+    def _hold(self, share: Share, size: int) -> None:
+        self.release()
+        if not share.take(self.client, size):
+            raise Overloaded(_FULL)
+        self._share = share
+        self._bytes = size
+
+
+@dataclass(eq=False)
+class Upload:
+    """A request's body."""
+
+    claim: Claim
+    body: bytearray = field(default_factory=bytearray)
+
+    def replayed(self, receive: Receive) -> Receive:
+        """A `receive` that gives the body first, and then that the client has gone; more of its body, that nobody wants, is let go.
+
+        Whoever asks for more has read the body. Its claim ends then, unless the application in this process ends it.
+        """
+        is_read = False
+
+        async def again() -> Message:
+            nonlocal is_read
+            if not is_read:
+                is_read = True
+                body = bytes(self.body)
+                self.body = bytearray()  # the app's from now on
+                return {"type": "http.request", "body": body, "more_body": False}
+            if asyncio.get_running_loop() not in _APPLICATIONS:
+                self.claim.release()
+            message = await receive()
+            while message["type"] == "http.request":
+                message = await receive()
+            return message
+
+        return again
+
+
+# The claim that the guard around Serve has made for this request, and its loop. Serve hands a body on before anybody parses it.
+_GUARDS_CLAIM: ContextVar[tuple[asyncio.AbstractEventLoop, Claim] | None] = ContextVar("guards_claim", default=None)
+_APPLICATIONS: WeakSet[asyncio.AbstractEventLoop] = WeakSet()  # loops of applications, which end claims themselves
+
+
+def note_claim(claim: Claim) -> None:
+    """Let the application behind this guard find the claim, if it runs on this loop."""
+    _GUARDS_CLAIM.set((asyncio.get_running_loop(), claim))
+
+
+def noted_claim() -> Claim | None:
+    """The claim of the guard in front of this application; None: there is no guard on this loop."""
+    loop = asyncio.get_running_loop()
+    _APPLICATIONS.add(loop)
+    guards_loop, claim = _GUARDS_CLAIM.get() or (None, None)
+    return claim if guards_loop is loop else None
