@@ -32,8 +32,8 @@ from deploy.edge.apis import PROBES, error_shape_of
 from deploy.edge.bounded import bounded
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, KeySettings, LimitSettings
 from deploy.edge.error_response import refuse
-from deploy.edge.http10 import Unchunked
 from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooSlow, WrongMediaType
+from deploy.edge.http_protocol import WithoutWebSockets
 from deploy.edge.key_gate import may_send
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.recovery import Recovery, Routes
@@ -260,7 +260,7 @@ def outermost(routes: Callable[[], Routes] | None = None) -> list[Middleware]:
     limits = msgspec.json.decode(os.environ.get(LIMITS_VARIABLE) or "{}", type=LimitSettings)
     check_key = partial(may_send, KeyRing(msgspec.json.decode(keys, type=KeySettings))) if keys else None
     guard = Middleware(Limits, limits=limits, check_key=check_key, bounds_writes=True)
-    around = [guard, Middleware(with_cors, limits=limits), Middleware(Unchunked)]
+    around = [guard, Middleware(with_cors, limits=limits), Middleware(WithoutWebSockets)]
     return [Middleware(Recovery, routes=routes), *around] if routes else around
 
 
