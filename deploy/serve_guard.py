@@ -11,13 +11,14 @@ from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
-from deploy.edge import limits
+from deploy.edge import http_protocol, limits
 
 _LOST = ("UNHEALTHY", "DEPLOY_FAILED")
 
 
 def outermost() -> list[Any]:
     """Returns the guards; RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this function."""
+    http_protocol.install()
     name = ray.get_runtime_context().get_actor_name() or ""
     return limits.outermost(routes if name.startswith("SERVE_PROXY_ACTOR") else None)
 

@@ -5,10 +5,13 @@ of microseconds; one that takes more than its fuel ends in an error of its own r
 """
 
 import os
+import random
 import re
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -31,6 +34,17 @@ _MASKS_A_THREAD = 8  # at least: waking one takes as long as making some
 _LIMITS = LLParserLimits(  # what is made of a grammar while replies go on is kept: 50 MB of 50 000 states
     max_items_in_row=2000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000, max_lexer_states=50_000
 )
+# llguidance compiles by recursion, and an overflow of the stack ends the process. The check of a grammar has less of everything
+# than the core has, so that the core compiles what the check has accepted.
+COMPILE_STACK_BYTES = 16 << 20
+CHECK_STACK_BYTES = 8 << 20
+_CHECK_LIMITS = LLParserLimits(
+    max_items_in_row=1500, initial_lexer_fuel=750_000, step_lexer_fuel=100_000, step_max_items=25_000, max_lexer_states=25_000
+)
+_WALKS = 20  # of a check, through a grammar: at most so many, of so many tokens each, and together
+_WALK_TOKENS = 100
+_ALL_WALKS_TOKENS = 250
+_CLOSERS = frozenset(b'"}],:')  # tokens that begin with one of these lead out of a string, or out of a list
 
 
 def threads(most: int) -> int:
@@ -39,6 +53,16 @@ def threads(most: int) -> int:
 
 
 _MASK_THREADS = threads(8)
+
+
+@contextmanager
+def compile_stack(size: int = COMPILE_STACK_BYTES) -> Iterator[None]:
+    """Threads that start inside have a stack of `size` bytes, whatever the limits of the shell."""
+    before = threading.stack_size(size)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
 
 
 class Vocabulary:
@@ -53,7 +77,10 @@ class Vocabulary:
         self.size = size
         self._threads = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="masks")  # llguidance leaves the interpreter to others
         table = [pieces.bytes_of(token) if token < len(pieces.table) else b"" for token in range(size)]
-        wrapped = _Pieces(table, sorted(token for token in pieces.special if token < size), ends[0])
+        special = sorted(token for token in pieces.special if token < size)
+        closers = [token for token, piece in enumerate(table) if piece[:1] and piece[0] in _CLOSERS]
+        self._closers = _bits_of([*closers, *special], size)
+        wrapped = _Pieces(table, special, ends[0])
         self._tokenizer = LLTokenizer(wrapped, n_vocab=size, eos_token=list(ends))  # type: ignore[arg-type]
 
     @classmethod
@@ -62,16 +89,35 @@ class Vocabulary:
         return cls(Pieces.of(read_tokenizer(folder)), read_eos(folder), read_model(folder).vocab)
 
     def complaint(self, grammar: str) -> str | None:
-        """What of the grammar cannot be kept, in a sentence; None: a reply can begin. It costs what `matcher` and a mask do."""
+        """What of the grammar cannot be kept, in a sentence; None: replies of random tokens met no error, with less fuel than the
+        core gives them. It costs what `matcher` and some 300 masks do."""
         try:
-            self.matcher(grammar).mask()
+            first = self._matcher(grammar, _CHECK_LIMITS)
+            walked = 0
+            for seed in range(_WALKS):
+                if walked < _ALL_WALKS_TOKENS:
+                    walked += self._walk(first.fresh(frees=False), random.Random(seed))  # noqa: S311 - it need not be secret
         except GenerationFailed as error:
             return str(error)
         return None
 
     def matcher(self, grammar: str) -> "Matcher":
         """A matcher for a new reply."""
-        return Matcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS), self.size)
+        return self._matcher(grammar, _LIMITS)
+
+    def _matcher(self, grammar: str, limits: LLParserLimits) -> "Matcher":
+        return Matcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits), self.size)
+
+    def _walk(self, matcher: "Matcher", rng: random.Random) -> int:
+        """Write random tokens that the grammar allows, half of them such that end something; returns how many. GenerationFailed:
+        none is allowed."""
+        for count in range(_WALK_TOKENS):
+            allowed = matcher.mask()
+            closers = allowed & self._closers
+            matcher.consume(_random_token(closers if closers.any() and rng.random() < 0.5 else allowed, rng))
+            if matcher.inner.is_stopped():
+                return count + 1
+        return _WALK_TOKENS
 
     def masks(self, matchers: Sequence["Matcher"], drafts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Each matcher's masks as in `engine.step_masks`, int32 [n, words]: of the next token, and behind drafts as far as they can
@@ -162,6 +208,20 @@ class Matcher:
     def _check(self) -> None:
         if self.inner.is_error():
             raise GenerationFailed(f"the grammar: {_sentence(self.inner.get_error())}")
+
+
+def _bits_of(tokens: Sequence[int], size: int) -> np.ndarray:
+    """A mask of these tokens, int32 [words]."""
+    flags = np.zeros(32 * mask_words(size), np.uint8)
+    flags[np.asarray(tokens, np.int64)] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)
+
+
+def _random_token(mask: np.ndarray, rng: random.Random) -> int:
+    """One of the tokens that the mask allows."""
+    word = rng.choice(np.flatnonzero(mask).tolist())
+    bits = int(mask[word]) & 0xFFFFFFFF
+    return 32 * word + rng.choice([bit for bit in range(32) if bits >> bit & 1])
 
 
 def _sentence(error: str) -> str:

@@ -4,8 +4,10 @@
 
 Headers wait for the engine's first word, so that a refusal is a plain 4xx. After them a stream ends in exactly one of three ways:
 finish chunks and `[DONE]`; one error event; or, when the client has gone, nothing. No timer ever holds a token back: while a
-write waits for the client, tokens pile up in the engine client's stream and leave as one chunk. A step's tokens become events of
-all streams before the first is written (DeltaReader), so that the ingress wakes up once a step and not once a stream.
+write waits for the client, tokens pile up in the engine client's stream and leave as one chunk. With `limits.comment_s` a stream
+that stays silent for so long sends its headers, if it has not, and a comment line, so that no proxy takes it for dead. A refusal
+after that is an error event. A step's tokens become events of all streams before the first is written (DeltaReader), so that the
+ingress wakes up once a step and not once a stream.
 """
 
 import asyncio
@@ -31,6 +33,9 @@ Deltas = Iterator[tuple[int, Delta]]  # of choices
 Events = tuple[bytes, Deltas | None]  # what the client reads, and the deltas that are still to be made such
 
 _PIECE_BYTES = 1 << 16  # of a stream's events that are made in one go
+_COMMENT = b": waiting\n\n"
+# Clients that split a text into lines as Unicode does would cut an event at one of these, which JSON leaves as they are.
+_LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -52,6 +57,7 @@ class CompletionResponse(Response):
         self._generations: list[Generation] = []
         self._tokens = 0
         self._begun = self._started = False
+        self._is_silent = True  # nothing was written since the last comment
         self._unsent: Awaitable[None] | None = None
         self._stuck = False
         self._late: QuartetError = DeadlineExceeded(f"The request took longer than {self._limits.request_timeout_s:g} s.")
@@ -138,14 +144,32 @@ class CompletionResponse(Response):
         """Event by event; without an end when some choice has none."""
         self._send_more = server_send() or self._record.send
         reader = DeltaReader(self._generations, self._events, self._put)
-        while not reader.has_ended:
-            events, rest = await reader.next()
-            while True:
-                await self._write(events, send, more=not self._is_complete)
-                if rest is None:
-                    break
-                await asyncio.sleep(0)  # others' turn
-                events, rest = self._events(rest)
+        comments = asyncio.ensure_future(self._comment(send))
+        try:
+            while not reader.has_ended:
+                events, rest = await reader.next()
+                while True:
+                    await self._write(events, send, more=not self._is_complete)
+                    if rest is None:
+                        break
+                    await asyncio.sleep(0)  # others' turn
+                    events, rest = self._events(rest)
+        finally:
+            comments.cancel()
+
+    async def _comment(self, send: Send) -> None:
+        """Write a comment whenever nothing was written for `comment_s`, while the answer goes on."""
+        if not (pause_s := self._limits.comment_s):
+            return
+        while True:
+            await asyncio.sleep(pause_s)
+            if self._is_silent and self._unsent is None and not self._stuck:
+                try:
+                    await self._write(_COMMENT, send, more=True)
+                except SlowReader as error:
+                    self._late = error
+                    return
+            self._is_silent = True
 
     def _put(self, made: Events) -> Events | None:
         """Write a chunk in the midst of the answer at once, outside of the answer's task; what is left to do for that."""
@@ -153,6 +177,7 @@ class CompletionResponse(Response):
         if rest is not None or self._is_complete or not self._started:
             return made
         if events:
+            self._is_silent = False
             self._unsent = start(self._send_more({"type": "http.response.body", "body": events, "more_body": True}))
         return None if self._unsent is None else (b"", None)
 
@@ -165,8 +190,8 @@ class CompletionResponse(Response):
             self._count(index, delta)
             events += self._format.events(index, delta)
             if len(events) > _PIECE_BYTES and not self._is_complete:
-                return events, deltas
-        return events + self._format.end(self._usage()) if self._is_complete else events, None
+                return _in_lines(events), deltas
+        return _in_lines(events + self._format.end(self._usage()) if self._is_complete else events), None
 
     def _count(self, index: int, delta: Delta) -> None:
         self._tokens += len(delta.tokens)
@@ -191,6 +216,7 @@ class CompletionResponse(Response):
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
         """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""
         unsent, self._unsent = self._unsent, None
+        self._is_silent = False
         timeout_s = self._limits.write_timeout_s
         try:
             await finish(unsent, timeout_s)
@@ -213,11 +239,17 @@ class CompletionResponse(Response):
         if not self._started:
             raise error
         if not self._stuck:
-            await self._write(self._format.failure(error), send, more=False)
+            await self._write(_in_lines(self._format.failure(error)), send, more=False)
 
     def _abort(self, reason: AbortReason) -> None:
         for generation in self._generations:
             generation.stream.abort(reason)
+
+
+def _in_lines(events: bytes) -> bytes:
+    for raw, escaped in _LINE_ENDS:
+        events = events.replace(raw, escaped)
+    return events
 
 
 async def _disconnected(receive: Receive) -> None:

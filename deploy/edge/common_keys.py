@@ -44,12 +44,24 @@ class CommonSamplingKeys(FrozenStruct):
         """What is said by the names that Sampling has, but for raw JSON, with `changes`."""
         names = set(self.__struct_fields__).intersection(Sampling.__struct_fields__)
         given = {name: value for name in names if not isinstance(value := getattr(self, name), Raw | UnsetType | None)}
+        if given.get("seed") == -1:  # SGLang's and llama.cpp's word for a random one
+            del given["seed"]
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return Sampling(**{**given, "stops": tuple(stops), **changes})
 
 
-def thinks_by_effort(effort: Effort | None) -> bool | None:
-    """Whether the model is to think; None: nothing is said."""
+class ThinkingSwitch(FrozenStruct):
+    """Whether the model thinks first, in the words of Anthropic, DeepSeek and GLM: `type` is enabled, disabled or the like."""
+
+    type: kt.Kind | None = None
+
+
+def said_thinking(enabled: bool | None, switch: ThinkingSwitch | None, effort: Effort | None) -> bool | None:
+    """Whether the model is to think, by the first of three keys that says so; None: none does."""
+    if enabled is not None:
+        return enabled
+    if switch is not None and switch.type is not None:
+        return switch.type != "disabled"
     return None if effort is None else effort != "none"
 
 

@@ -44,8 +44,9 @@ class LimitSettings(FrozenStruct):
     header; none: where there are API keys"""
     request_timeout_s: Duration = 600.0
     """deadline of one request, from its head to its last byte"""
-    queue_timeout_s: Duration = 60.0
-    """a request that has not begun by then is refused with 429"""
+    queue_timeout_s: Duration = 35.0
+    """a request that has not begun by then is refused with 429; with the 20 s that its grammar may wait for a check it is less than
+    the 60 s after which proxies give up"""
     requests: Annotated[int, Meta(ge=16, le=INT32_MAX)] = 4096
     """requests of any kind that a replica may have at once; more get 429"""
     uploads: Count = 512
@@ -55,6 +56,9 @@ class LimitSettings(FrozenStruct):
     half at most; one more gets 429 before it is sent; at least body_bytes"""
     write_timeout_s: Duration = 30.0
     """a client that takes no byte for so long is dropped"""
+    comment_s: Annotated[float, Meta(ge=0)] = 0.0
+    """a stream that is silent for so long sends its headers, if it has not, and a comment line, for proxies that end silent
+    answers; a refusal after that is an error event, no 429; 0: never"""
 
     def __post_init__(self) -> None:
         if self.body_bytes > self.upload_bytes:

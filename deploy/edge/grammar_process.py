@@ -3,12 +3,13 @@
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from deploy.edge.side_pool import SidePool
 from deploy.edge.side_process import begin, fork_for_each
-from engine.matcher import Vocabulary
+from engine.matcher import CHECK_STACK_BYTES, Vocabulary, compile_stack
 
 CPU_S = 2  # for a grammar; those that people write take a tenth of it
 MEMORY_BYTES = 64 << 20
@@ -18,7 +19,7 @@ def complaint(pool: SidePool, rules: str) -> str | None:
     """What of a grammar cannot be kept; None: nothing. Blocks. Overloaded: there is no process."""
     answer = pool.run(rules.encode())
     if answer is None:
-        return f"compiling it takes more than {CPU_S} s of CPU or {MEMORY_BYTES >> 20} MiB"
+        return f"compiling it takes more than {CPU_S} s of CPU, {MEMORY_BYTES >> 20} MiB or {CHECK_STACK_BYTES >> 20} MiB of stack"
     return answer[1:].decode() or None
 
 
@@ -30,7 +31,13 @@ def _load() -> Callable[[socket.socket], None]:
         with connection.makefile("rb") as stream:
             rules = stream.read().decode()
         os.dup2(0, 2)  # where it takes too much memory, llguidance says so at length
-        begin(connection, CPU_S, MEMORY_BYTES)
+        with compile_stack(CHECK_STACK_BYTES):
+            thread = threading.Thread(target=answer, args=(connection, rules))
+            thread.start()
+        thread.join()
+
+    def answer(connection: socket.socket, rules: str) -> None:
+        begin(connection, CPU_S, MEMORY_BYTES)  # here, so that the stack of this thread counts as what the process has
         connection.sendall(b"=" + (vocabulary.complaint(rules) or "").encode())
 
     return serve

@@ -31,8 +31,8 @@ from deploy.edge.apis import PROBES, error_shape_of
 from deploy.edge.bounded import bounded
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, KeySettings, LimitSettings
 from deploy.edge.error_response import refuse
-from deploy.edge.http10 import Unchunked
 from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, WrongMediaType
+from deploy.edge.http_protocol import WithoutWebSockets
 from deploy.edge.key_gate import sender
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.recovery import Recovery, Routes
@@ -190,7 +190,7 @@ def outermost(routes: Callable[[], Routes] | None = None) -> list[Middleware]:
     ring = KeyRing(msgspec.json.decode(keys, type=KeySettings)) if keys else None
     check_key = partial(sender, ring, proxies=limits.proxies) if ring is not None else None
     guard = Middleware(Limits, limits=limits, check_key=check_key, is_guard=True)
-    around = [guard, Middleware(with_cors, limits=limits), Middleware(Unchunked)]
+    around = [guard, Middleware(with_cors, limits=limits), Middleware(WithoutWebSockets)]
     return [Middleware(Recovery, routes=routes), *around] if routes else around
 
 

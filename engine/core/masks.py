@@ -31,7 +31,7 @@ import numpy as np
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
 from engine.errors import GenerationFailed
-from engine.matcher import Matcher, Vocabulary, threads
+from engine.matcher import Matcher, Vocabulary, compile_stack, threads
 from engine.plan import DEPTH, StepPlan
 from engine.protocol import GenerateRequest, ThoughtBudget
 from engine.step_masks import allows, encode_masks, mask_words, only
@@ -343,7 +343,8 @@ class Masks:
         """The grammar, compiled once for all requests that have it while it is among the last GRAMMARS used."""
         compiled = self._grammars.pop(grammar, None)
         if compiled is None or compiled.cancelled():
-            compiled = self._compiler.submit(self._compile, grammar)
+            with compile_stack():  # the executor starts a thread here while it has fewer than it may
+                compiled = self._compiler.submit(self._compile, grammar)
         self._grammars[grammar] = compiled
         if len(self._grammars) > GRAMMARS:
             self._grammars.popitem(last=False)

@@ -6,13 +6,15 @@
     object_2: "{" "city:" any_string ("," "days:" number_3)? "}"       keys in the order in which templates render them
 
 Only declared properties can be written, where a schema has `properties` and does not say what others may be; of a tuple all
-elements that it names. A schema with a keyword that the notation cannot keep is refused by name, or stands for any value of its
-types that is well-formed.
+elements that it names. A keyword that the notation cannot keep is refused by name, or, where the schema is not strict, left out and
+named in the log; the others are kept.
 """
 
 import json
+import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -21,16 +23,25 @@ from engine.front.notation import KEY_CHARACTER_OF_GRAMMARS
 from engine.front.reply import Markers
 from engine.front.string_schema import KEYWORDS as OF_STRINGS
 from engine.front.string_schema import SchemaError, compiles, expressions, lark_regex, repeats
-from engine.front.value_schema import Comparison, Schema, ValueSchema, as_json_schema, listed, referred, types_of
+from engine.front.value_schema import (
+    NUMERIC,
+    Comparison,
+    Schema,
+    ValueSchema,
+    as_json_schema,
+    has_few_digits,
+    listed,
+    referred,
+    types_of,
+)
 from engine.matcher import MAX_GRAMMAR_BYTES
 
-_NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "object": ("properties", "required", "additionalProperties"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
     "string": OF_STRINGS,
-    "integer": (*_NUMERIC, "format"),  # which says how wide programs store it, and that is not kept
-    "number": (*_NUMERIC, "format"),
+    "integer": (*NUMERIC, "format"),  # which says how wide programs store it, and that is not kept
+    "number": (*NUMERIC, "format"),
     "boolean": (),
     "null": (),
 }
@@ -42,7 +53,11 @@ _CONSTRAINTS = frozenset(chain(("type", "const", "enum"), _REFERRING, *_KEYWORDS
     "propertyNames", "patternProperties", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
     "$dynamicRef",
 )))  # fmt: skip
-_DEPTH, _RULES, _PATTERNS, _DIGITS = 64, 2048, 128, 5
+# What may allow an object other members than those of `properties`: without it there may be any.
+_OPENING = frozenset((
+    *_REFERRING, "if", "patternProperties", "unevaluatedProperties", "dependentSchemas", "dependencies", "$dynamicRef",
+))  # fmt: skip
+_DEPTH, _RULES, _PATTERNS = 64, 2048, 128
 _BYTES = MAX_GRAMMAR_BYTES // 2  # of arguments' rules: beside them there is room for the tools' names and an answer's form
 
 _FREE = rf"""
@@ -56,6 +71,9 @@ member: KEY ":" value
 any_array: "[" (value ("," value)*)? "]"
 KEY: /{KEY_CHARACTER_OF_GRAMMARS}{{1,64}}/
 """
+
+
+logger = logging.getLogger(__name__)
 
 
 class GrammarTooLarge(SchemaError):
@@ -122,13 +140,19 @@ class CallGrammar:
         self._rules.append(rule)
 
     def _value(self, schema: Any, depth: int) -> str:
-        """The right side of a rule for a value of this schema; for any of its types, inside of arguments that need not be kept."""
+        """The right side of a rule for a value of this schema. Of arguments that need not be kept, a keyword that cannot be is left
+        out, and the schema is any value of its types where it is no keyword alone."""
         try:
             return self._by_schema(schema, depth)
         except GrammarTooLarge:
             raise
-        except SchemaError:
-            if self._strict or not depth:
+        except SchemaError as error:
+            if self._strict:
+                raise
+            freed = _without(schema, error.keywords, depth)
+            if freed is not None:
+                return self._value(freed, depth)
+            if not depth:
                 raise
             return " | ".join(f"any_{kind}" for kind in types_of(schema)) or "value"
 
@@ -150,20 +174,21 @@ class CallGrammar:
         return _either([self._typed(name, schema, depth) for name in listed(types)])
 
     def _special(self, keyword: str, schema: Schema, depth: int) -> str:
-        _only(schema, {keyword, "type", *(() if keyword in _REFERRING else (*OF_STRINGS, *_NUMERIC))})
+        known = {keyword, "type", *(() if keyword in _REFERRING else (*OF_STRINGS, *NUMERIC))}
+        _only(schema, known, keyword if "properties" in schema else None)
         inside = ValueSchema({keyword: schema[keyword]}, self._root)
         beside = ValueSchema({"type": schema.get("type")})
         if keyword in _REFERRING and not all(map(beside.allows, inside.types or ())):
-            raise SchemaError(f"the schema keyword {keyword!r} with types other than the 'type' beside it")
+            raise SchemaError(f"the schema keyword {keyword!r} with types other than the 'type' beside it", keyword)
         match keyword:
             case "$ref":
                 return self._reference(str(schema["$ref"]), depth)
             case "const" | "enum":
                 return _either(self._constants(schema))
             case "allOf" if len(schema["allOf"]) != 1:
-                raise SchemaError("the schema keyword 'allOf' with several schemas")
+                raise SchemaError("the schema keyword 'allOf' with several schemas", keyword)
             case "oneOf" if not self._comparison.are_apart(_branches(schema, keyword), self._root):
-                raise SchemaError("the schema keyword 'oneOf' with schemas that a value may fit at once, or so many,")
+                raise SchemaError("the schema keyword 'oneOf' with schemas that a value may fit at once, or so many,", keyword)
         return _either([self._value(branch, depth + 1) for branch in _branches(schema, keyword)])
 
     def _reference(self, reference: str, depth: int) -> str:
@@ -179,7 +204,7 @@ class CallGrammar:
         """Yields the values of enum or const that what stands beside does not refuse."""
         values = ValueSchema(schema).listed_values
         if any(isinstance(value, dict | list) for value in values):
-            raise SchemaError("an object or array in enum or const")
+            raise SchemaError("an object or array in enum or const", "enum", "const")
         if texts := [value for value in values if isinstance(value, str)]:
             yield self._string({**schema, "enum": texts})
         if others := [value for value in values if not isinstance(value, str)]:
@@ -201,11 +226,10 @@ class CallGrammar:
 
     def _number(self, kinds: Schema, schema: Schema) -> str:
         """What is of `kinds` and, if it is a number, within the bounds that stand beside. SchemaError: nothing is."""
-        bounds = {name: schema[name] for name in _NUMERIC if name in schema}
+        bounds = {name: schema[name] for name in NUMERIC if name in schema}
         rule = f"%json {json.dumps({**kinds, **bounds})}"
-        digits = str(bounds.get("multipleOf", "")).strip("0.")  # a grammar has as many states as they say
-        if bounds and (len(digits) > _DIGITS or not compiles(rule)):
-            raise SchemaError(f"{' and '.join(bounds)} that no value fits, or that are too much,")
+        if bounds and not (has_few_digits(bounds.get("multipleOf", 1)) and compiles(rule)):
+            raise SchemaError(f"{' and '.join(bounds)} that no value fits, or that are too much,", *bounds)
         return self._rule("number", rule)
 
     def _string(self, schema: Schema) -> str:
@@ -218,18 +242,18 @@ class CallGrammar:
 
     def _array(self, schema: Schema, depth: int) -> str:
         named = [self._rule("item", self._value(item, depth + 1)) for item in schema.get("prefixItems") or ()]
-        least = schema.get("minItems") or 0
-        most = schema.get("maxItems")
         others = schema.get("items", True)
-        most = len(named) if others is False and (most is None or most > len(named)) else most
-        repeats(least, most)
+        most = schema.get("maxItems")
+        if others is False and (most is None or most > len(named)):
+            schema = {**schema, "maxItems": len(named)}
+        repeats(schema, "minItems", "maxItems")
         begun = ' "," '.join(named)
-        if most == len(named):
+        if schema.get("maxItems") == len(named):
             return self._rule("array", f'"[" {begun} "]"')
         item = self._rule("item", self._value(others, depth + 1))
-        count = max(1, len(named))
-        more = f'("," {item}){repeats(max(least - count, 0), None if most is None else most - count)}'
-        return self._rule("array", f'"[" {begun or item} {more} "]"' if begun or least else f'"[" ({item} {more})? "]"')
+        more = f'("," {item}){repeats(schema, "minItems", "maxItems", max(1, len(named)))}'
+        required = begun or schema.get("minItems")
+        return self._rule("array", f'"[" {begun or item} {more} "]"' if required else f'"[" ({item} {more})? "]"')
 
     def _object(self, schema: Schema, depth: int) -> str:
         required = frozenset(schema.get("required") or ())
@@ -260,10 +284,38 @@ class CallGrammar:
         return first
 
 
-def _only(schema: Schema, known: Collection[str]) -> None:
+def _only(schema: Schema, known: Collection[str], to_blame: str | None = None) -> None:
+    """SchemaError: the schema has a keyword beside the `known` ones. `to_blame`: what is to be left out instead."""
     for keyword in schema:
         if keyword in _CONSTRAINTS and keyword not in known:
-            raise SchemaError(f"the schema keyword {keyword[:100]!r}")
+            raise SchemaError(f"the schema keyword {keyword[:100]!r}", to_blame or keyword)
+
+
+def _without(schema: Any, keywords: Sequence[str], depth: int) -> Schema | None:
+    """The schema without these keywords; it allows no less. None: it has none of them."""
+    dropped = set(keywords).intersection(schema if isinstance(schema, Mapping) else ())
+    if not dropped:
+        return None
+    for keyword in dropped:
+        _note_freed(keyword)
+    kept = {keyword: value for keyword, value in schema.items() if keyword not in dropped}
+    if "oneOf" in dropped and "anyOf" not in schema:
+        return {**kept, "anyOf": schema["oneOf"]}
+    if dropped & {"const", "enum"} and (types := types_of(schema)):
+        kept["type"] = list(dict.fromkeys(types))
+    if not depth:
+        kept.setdefault("type", "object")
+    if "patternProperties" in dropped:
+        kept["additionalProperties"] = True
+    elif dropped & _OPENING and "properties" in kept:
+        kept.setdefault("additionalProperties", True)
+    return kept
+
+
+@lru_cache(maxsize=256)
+def _note_freed(keyword: str) -> None:
+    """Say it once in a process, whichever tools have the keyword."""
+    logger.warning("the grammar of tool calls does not hold the schema keyword %r in some schemas that are not strict", keyword)
 
 
 def _branches(schema: Schema, keyword: str) -> list[Any]:
@@ -282,7 +334,7 @@ def _target(root: Any, reference: str) -> Any:
     else:
         following = None
     if following is None:
-        raise SchemaError(f"the reference {reference[:100]!r}")
+        raise SchemaError(f"the reference {reference[:100]!r}", "$ref")
     return target
 
 

@@ -28,22 +28,27 @@ _IN_CLASS = re.compile(r"(\\.)(-(?!\]))?", re.DOTALL)  # an escape; a hyphen beh
 
 
 class SchemaError(ValueError):
-    """A schema that cannot be kept; the message names the keyword."""
+    """A schema that cannot be kept; the message names the keyword. Without its `keywords` the rest can be kept."""
+
+    def __init__(self, message: str, *keywords: str) -> None:
+        super().__init__(message)
+        self.keywords = keywords
 
 
 def expressions(schema: Mapping[str, Any]) -> list[str]:
     """Regular expressions, all of which a string of this schema, whose `enum` is of strings, matches from its first to its last
     character. SchemaError."""
-    regexes = [_searched(schema["pattern"])] if "pattern" in schema else []
+    regexes = [searched(schema["pattern"])] if "pattern" in schema else []
     if "enum" in schema:
         escaped = (re.sub(r"\W", lambda char: f"\\x{{{ord(char[0]):x}}}", text) for text in schema["enum"])
         regexes.append("|".join(escaped))
     if (name := str(schema.get("format"))) in FORMATS:
         regexes += [FORMATS[name], "(.|\\n){1,253}"] if name == "hostname" else [FORMATS[name]]
     if schema.keys() & {"minLength", "maxLength"}:
-        regexes.append(rf"(.|\n){repeats(schema.get('minLength'), schema.get('maxLength'))}")
+        regexes.append(rf"(.|\n){repeats(schema, 'minLength', 'maxLength')}")
     if len(regexes) > 1 and not compiles("TEXT\nTEXT: " + " & ".join(map(lark_regex, regexes))):
-        raise SchemaError("a pattern, a format, lengths or enum that together are too much, or that no text has,")
+        weakest = next(keyword for keyword in ("format", "pattern", "minLength", "maxLength") if keyword in schema)
+        raise SchemaError("a pattern, a format, lengths or enum that together are too much, or that no text has,", weakest)
     return regexes
 
 
@@ -53,23 +58,26 @@ def lark_regex(expression: str) -> str:
     return f"/{escaped}/"
 
 
-def repeats(least: Any, most: Any) -> str:
-    """How often, as regular expressions write it. SchemaError: the bounds are none."""
-    least = 0 if least is None else least
-    if not isinstance(least, int) or not isinstance(most, int | None) or least < 0 or (most is not None and most < least):
-        raise SchemaError("lengths that are no numbers, or the wrong way round")
+def repeats(schema: Mapping[str, Any], lower: str, upper: str, named: int = 0) -> str:
+    """How often, beyond `named` elements, as regular expressions write it, by two keywords of a schema. SchemaError: they are no
+    bounds."""
+    least = 0 if schema.get(lower) is None else schema[lower]
+    most = schema.get(upper)
+    is_wrong = not isinstance(least, int) or not isinstance(most, int | None) or least < 0
+    if is_wrong or (most is not None and most < max(least, named)):
+        raise SchemaError("lengths that are no numbers, or the wrong way round", lower, upper)
     if max(least, most or 0) > MOST:
-        raise SchemaError(f"a length above {MOST}")
-    return f"{{{least},{'' if most is None else most}}}"
+        raise SchemaError(f"a length above {MOST}", lower, upper)
+    return f"{{{max(least - named, 0)},{'' if most is None else most - named}}}"
 
 
-def _searched(pattern: Any) -> str:
-    """Any text in which the pattern is found."""
+def searched(pattern: Any) -> str:
+    """The expression of any text in which the pattern is found. SchemaError."""
     if not isinstance(pattern, str) or len(pattern) > MOST:
-        raise SchemaError(f"the schema keyword 'pattern' with what is no text, or one of more than {MOST} characters,")
+        raise SchemaError(f"the schema keyword 'pattern' with what is no text, or one of more than {MOST} characters,", "pattern")
     expression = "(?:" + "|".join(_anchored(branch, pattern) for branch in _alternatives(pattern)) + ")"
     if not compiles(f"TEXT\nTEXT: {lark_regex(expression)}"):
-        raise SchemaError(f"{pattern[:100]!r} of the schema keyword 'pattern'")
+        raise SchemaError(f"{pattern[:100]!r} of the schema keyword 'pattern'", "pattern")
     return expression
 
 
@@ -92,7 +100,7 @@ def _alternatives(pattern: str) -> list[list[str]]:
     depth = 0
     for atom in _ATOM.findall(pattern):
         if atom in _LOOKS or _REFERS.fullmatch(atom):
-            raise SchemaError(f"{atom!r} in the schema keyword 'pattern'")
+            raise SchemaError(f"{atom!r} in the schema keyword 'pattern'", "pattern")
         depth += atom.startswith("(") - (atom == ")")
         if atom == "|" and not depth:
             branches.append([])
@@ -112,7 +120,7 @@ def _anchored(atoms: list[str], pattern: str) -> str:
     begins, ends = atoms[:1] == ["^"], atoms[-1:] == ["$"]
     inside = atoms[begins : len(atoms) - ends]
     if "^" in inside or "$" in inside:
-        raise SchemaError(f"an anchor inside of {pattern[:100]!r}, of the schema keyword 'pattern',")
+        raise SchemaError(f"an anchor inside of {pattern[:100]!r}, of the schema keyword 'pattern',", "pattern")
     return ("" if begins else _ANY) + f"(?:{''.join(inside)})" + ("" if ends else _ANY)
 
 

@@ -22,6 +22,7 @@ from engine.protocol import JsonObject
 # Candidates for the sentinel: the last of the private-use characters, which have no meaning to any template or tokenizer.
 _SENTINELS = [chr(code) for code in range(0x10FFF6, 0x10FFFE)]
 MAX_CUT = 1 << 15  # values in the cut arguments of a conversation, and 32 for each call: some 0.2 s of CPU
+MAX_DEPTH = 64  # of a call's arguments: deeper ones are shown as text
 MAX_VALUES = 1 << 16  # strings, numbers, lists and objects of a conversation, keys included
 _THINKING: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": True}, {"enable_thinking": False})
 # What a sandboxed template can raise when a message is not what it expects.
@@ -92,11 +93,13 @@ class CutCalls:
     def __init__(self) -> None:
         self._left = MAX_CUT
 
-    def closed(self, text: str) -> str:
-        """The JSON that ReplyParser would have made if the model had ended the call here. InvalidRequest: it would be too much."""
-        self._left -= 32 + text.count(",") + text.count(":") + text.count("[") + text.count("{")
-        if self._left < 0:
-            raise InvalidRequest(f"messages: calls that were cut hold more than {MAX_CUT} values", param="messages")
+    def closed(self, text: str) -> str | None:
+        """The JSON that ReplyParser would have made if the model had ended the call here; None: the calls together hold more than
+        MAX_CUT values."""
+        values = 32 + text.count(",") + text.count(":") + text.count("[") + text.count("{")
+        if values > self._left:
+            return None
+        self._left -= values
         parser = ArgumentsParser(ValueSchema())
         parser.push(text[1:])
         parser.end()
@@ -126,15 +129,17 @@ def _without_thoughts(content: Any) -> Any:
 
 
 def _with_mapping(call: JsonObject, cut: CutCalls) -> JsonObject:
-    """The call with its arguments as a mapping: templates would print OpenAI's JSON string verbatim. Every API has its id."""
+    """The call with its arguments as a mapping: templates would print OpenAI's JSON string verbatim.
+
+    Agents keep whatever a model wrote, and send it in each later turn. So arguments that are no JSON object are shown as the text
+    that they are, in a member of a name that says so.
+    """
     function = dict(call["function"])
-    arguments = function.get("arguments") or {}
-    where = f"messages: the call {call.get('id') or function['name']!r}: arguments"
-    if isinstance(arguments, str):
-        arguments = _parse_arguments(arguments, where, cut) or {}  # null, or PHP's []
-    if not isinstance(arguments, Mapping):
-        raise InvalidRequest(f"{where}: not a JSON object", param="messages")
-    return dict(call) | {"function": function | {"arguments": arguments}}
+    given = function.get("arguments")
+    value = _parsed(given, cut) if isinstance(given, str) else given
+    if not isinstance(value, Mapping):
+        value = {"arguments": given if isinstance(given, str) else _to_json(given)} if value else {}
+    return dict(call) | {"function": function | {"arguments": value}}
 
 
 class Lexeme(float):
@@ -154,14 +159,31 @@ class Lexeme(float):
     __str__ = __repr__
 
 
-def _parse_arguments(text: str, where: str, cut: CutCalls) -> Any:
-    """The JSON value, or what the text begins if a limit of tokens cut it. InvalidRequest: it is neither."""
+def _parsed(text: str, cut: CutCalls) -> Any:
+    """The JSON value, or what the text begins if a limit of tokens cut it; else, or if that is nested too deeply, the text."""
+    if not text.strip():
+        return None
     try:
-        return _json(text)
-    except (ValueError, RecursionError) as error:
-        if text.startswith("{") and (whole := cut.closed(text)).startswith(text):
-            return _json(whole)
-        raise InvalidRequest(f"{where}: not JSON ({error})", param="messages") from error
+        return _flat_enough(_json(text), text)
+    except (ValueError, RecursionError):
+        whole = cut.closed(text) if text.startswith("{") else None
+    if whole is None or not whole.startswith(text):
+        return text
+    try:
+        return _flat_enough(_json(whole), text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _flat_enough(value: Any, text: str) -> Any:
+    """The value, or the text where the value is nested deeper than MAX_DEPTH."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        containers = [each.values() if isinstance(each, Mapping) else each for each in level if isinstance(each, Mapping | list)]
+        level = [item for container in containers for item in container]
+        if not level:
+            return value
+    return text
 
 
 def _json(text: str) -> Any:

@@ -1,10 +1,12 @@
 """What a JSON Schema says of one value, as far as reading a tool call needs it: its types, and the schemas inside it."""
 
+import math
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from functools import cached_property
 from itertools import combinations, permutations, starmap
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -12,6 +14,9 @@ import msgspec
 from engine.front.string_schema import FORMATS
 from engine.protocol import JsonObject
 
+NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_DIGITS = 4  # of a multipleOf: 50 ms of CPU
+_BOUND_STEP = 1e-6  # what an exclusive bound gives up where llguidance would allow the bound itself
 _BRANCHES = 64  # of anyOf, oneOf, allOf and $ref together: more are not looked at
 _NOTHING: Mapping[str, Sequence[Any]] = {"uniqueItems": (False,), "propertyNames": ({}, True, {"type": "string"})}
 _KINDS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}  # by the first character
@@ -122,9 +127,10 @@ def as_json_schema(schema: Schema) -> JsonObject:
 
     Keywords that allow everything are left out: zod writes of a record that its keys are strings, pydantic a format "password". One
     that is null is as good as absent: programs write so what they leave open. Keywords of all drafts mean what they say, whichever
-    draft `$schema` names.
+    draft `$schema` names. An `$id` is read past.
     """
     kept = {keyword: _spelled(keyword, value) for keyword, value in schema.items() if not _says_nothing(keyword, value)}
+    kept = _with_held_bound(_with_held_bound(kept, "Minimum"), "Maximum")
     return {"anyOf": [{"type": "null"}, kept]} if kept.pop("nullable", False) is True else kept
 
 
@@ -145,9 +151,43 @@ def _says_nothing(keyword: str, value: Any) -> bool:
             return False
         case "format":
             return str(value) not in FORMATS
-        case "$schema":
+        case "$schema" | "$id":
             return True
     return value is None or value in _NOTHING.get(keyword, ())
+
+
+def _with_held_bound(schema: JsonObject, side: str) -> JsonObject:
+    """The same schema, in which an exclusive bound is an inclusive one a step further, where llguidance would allow the bound
+    itself. It does so for a whole number whose other bound is less than 1 away, as in 0 < x < 0.5."""
+    exclusive = f"exclusive{side}"
+    inclusive = side.lower()
+    bound = schema.get(exclusive)
+    if bound is True:  # draft 4
+        bound = schema.get(inclusive)
+    if not _is_finite(bound) or bound != int(bound):
+        return schema
+    direction = 1 if side == "Minimum" else -1
+    given = schema.get(inclusive)
+    if _is_finite(given) and direction * (given - bound) > 0:
+        return schema
+    other = "Maximum" if side == "Minimum" else "Minimum"
+    opposite = [schema[name] for name in (other.lower(), f"exclusive{other}") if _is_finite(schema.get(name))]
+    if not any(0 < direction * (value - bound) < 1 for value in opposite):
+        return schema
+    kept = {keyword: value for keyword, value in schema.items() if keyword != exclusive}
+    return {**kept, inclusive: bound + direction * _BOUND_STEP}
+
+
+def _is_finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def has_few_digits(multiple: Any) -> bool:
+    """Whether a `multipleOf` has at most four digits without the zeros at its ends: a grammar has as many states as they say."""
+    try:
+        return len(Decimal(str(multiple)).normalize().as_tuple().digits) <= _DIGITS
+    except InvalidOperation:
+        return True  # it is no number, which llguidance refuses
 
 
 @dataclass

@@ -14,7 +14,6 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from deploy import ingress_errors
-from deploy.edge.http10 import Unchunked
 from deploy.edge.scope import client_address
 from deploy.environment import WRAPPER, haproxy_binary
 from deploy.haproxy_status import routed
@@ -249,18 +248,6 @@ def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Pat
     with haproxy(tmp_path, free_port(), None):
         assert routed(admin) == 1
     assert routed(admin) == 0
-
-
-@pytest.mark.parametrize("ahead", ["HAProxy", "nothing"])
-@pytest.mark.parametrize("fault", [False, True])
-def test_http_1_0_gets_no_chunks(tmp_path: Path, ahead: str, fault: bool) -> None:
-    """A stream for HTTP/1.0 ends with the connection; for HTTP/1.1 it is chunked. Planted: uvicorn alone."""
-    with asgi_server(stream_two if fault else Unchunked(stream_two)) as port, haproxy(tmp_path, port, tmp_path) as url:
-        asked = url if ahead == "HAProxy" else f"http://127.0.0.1:{port}"
-        head, _, body = answered(asked, b"GET / HTTP/1.0\r\nHost: a\r\n\r\n", whole=True).partition(b"\r\n\r\n")
-        assert (body == b"data: 0\n\ndata: 1\n\n") is not fault
-        assert (b"transfer-encoding: chunked" in head.lower()) is fault
-        assert (httpx.get(asked).headers["transfer-encoding"], httpx.get(asked).text) == ("chunked", "data: 0\n\ndata: 1\n\n")
 
 
 @pytest.mark.parametrize("said", [[], ["6.6.6.6"], ["6.6.6.6, 127.0.0.1", "10.0.0.1"]])

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from deploy.edge.api import TokenApi
 from deploy.edge.ask import ChatPrompt
 from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.common_keys import Effort, RawTools
+from deploy.edge.common_keys import Effort, RawTools, ThinkingSwitch
 from deploy.edge.key_types import ID, ModelName, array, shown_as
 from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, ProcessorKeys, TemplateSwitches, read_chat
 from deploy.edge.openai.schemas import PROMPT_IDS
@@ -33,6 +33,8 @@ class TokenizeRequest(FrozenStruct):
     chat_template_kwargs: TemplateSwitches | None = None
     add_generation_prompt: bool | None = None
     reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    thinking: ThinkingSwitch | None = None
     mm_processor_kwargs: ProcessorKeys | None = None
 
     def chat(self) -> ChatPrompt | None:

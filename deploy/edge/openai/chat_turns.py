@@ -12,8 +12,8 @@ from deploy.edge.common_keys import (
     TOOLS,
     check_bounds,
     media_part,
+    said_thinking,
     text_part,
-    thinks_by_effort,
 )
 from deploy.edge.edge_settings import SoftTokens
 from deploy.edge.key_types import Kind, Name, RawTextOrObject, array, component, one_of
@@ -28,7 +28,7 @@ _DETAILS: Mapping[Detail | None, int] = {"low": 70, "high": 1120, "original": 11
 
 
 class InputAudio(FrozenStruct):
-    """All of a clip, in base64."""
+    """All of a clip, in base64 or as a data: URL."""
 
     data: str | None = None
     format: str | None = None
@@ -97,10 +97,12 @@ class ProcessorKeys(FrozenStruct, forbid_unknown_fields=True):
     max_soft_tokens: SoftTokens | None = None
 
 
-class TemplateSwitches(FrozenStruct, forbid_unknown_fields=True, omit_defaults=True):
-    """What chat templates may be told: whether the model thinks, and whether earlier turns keep their thoughts."""
+class TemplateSwitches(FrozenStruct, omit_defaults=True):
+    """What chat templates may be told: whether the model thinks, and whether earlier turns keep their thoughts. What is meant for
+    templates of other models has no effect."""
 
     enable_thinking: bool | None = None
+    thinking: bool | None = None
     preserve_thinking: bool | None = None
 
 
@@ -111,6 +113,8 @@ _TOOLS = ListReader(JsonObject, TOOLS)
 def read_chat(request: Any) -> ChatPrompt:
     """Read what a request with a chat's keys says of its conversation. InvalidRequest names the key that is wrong."""
     switches = to_builtins(request.chat_template_kwargs or {})
+    told = [switches.pop(name, None) for name in ("enable_thinking", "thinking")]
+    enabled = next((value for value in (*told, request.enable_thinking) if value is not None), None)
     messages = _MESSAGES.read(request.messages, "messages")
     if not messages:
         raise invalid("messages", "must not be empty")
@@ -120,7 +124,7 @@ def read_chat(request: Any) -> ChatPrompt:
     return ChatPrompt(
         [_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
         _TOOLS.read(request.tools, "tools"),
-        thinks=switches.pop("enable_thinking", thinks_by_effort(request.reasoning_effort)),
+        thinks=said_thinking(enabled, request.thinking, request.reasoning_effort),
         add_generation_prompt=request.add_generation_prompt is not False,
         switches=switches,
         max_soft_tokens=request.mm_processor_kwargs and request.mm_processor_kwargs.max_soft_tokens,
@@ -149,13 +153,18 @@ def content_parts(parts: list[ContentPart], where: str) -> list[Part]:
 
 def _part(part: ContentPart, where: str) -> Part:
     if part.type == "input_audio":
-        clip = part.input_audio
-        return media_part("audio", f"data:audio/{clip.format};base64,{clip.data}" if clip and clip.data else None, where)
+        return media_part("audio", _clip_url(part.input_audio), where)
     if (kind := _URL_PARTS.get(part.type)) is not None:
         value: _Url = getattr(part, f"{kind}_url")
         media = value if isinstance(value, MediaUrl) else MediaUrl(value, part.detail)
         return media_part(kind, media.url, where, _DETAILS.get(media.detail))
     return text_part(part.type, part.refusal or part.text, where, _TEXTS)
+
+
+def _clip_url(clip: InputAudio | None) -> str | None:
+    if clip is None or not clip.data:
+        return None
+    return clip.data if clip.data[:5].lower() == "data:" else f"data:audio/{clip.format};base64,{clip.data}"
 
 
 def _call(call: ToolCall) -> PastCall:

@@ -2,7 +2,9 @@
 
     instructions, and the system and developer messages that come first      one first message of role system
     reasoning, message, function_call items of the assistant                 reasoning, content and tool_calls of one message
-    function_call_output                                                     a message of role tool
+    custom_tool_call, local_shell_call                                       calls, too
+    function_call_output, and the outputs of those                           a message of role tool
+    items of other types                                                     nothing: agents keep what other servers have answered
 
     function F of a namespace N                                              function N.F
 
@@ -16,7 +18,7 @@ import base64
 import binascii
 from collections.abc import Iterator
 from itertools import dropwhile
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from msgspec import UNSET, Meta, Raw, UnsetType
 
@@ -30,10 +32,11 @@ from deploy.edge.common_keys import (
     Effort,
     RawTools,
     TextForm,
+    ThinkingSwitch,
     check_bounds,
     content_of,
     declared_function,
-    thinks_by_effort,
+    said_thinking,
 )
 from deploy.edge.key_types import (
     STRING,
@@ -50,7 +53,7 @@ from deploy.edge.key_types import (
 from deploy.edge.openai.chat_turns import Content, content_parts
 from deploy.edge.openai.schemas import chat_keys_without
 from deploy.edge.openai.tool_choice import tool_choice
-from deploy.edge.raw_json import Json, ListReader, invalid, read_text
+from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null, read_text
 from engine.protocol import FrozenStruct
 
 ENCRYPTED = "reasoning.encrypted_content"
@@ -60,7 +63,7 @@ _NEVER_THERE = ("code_interpreter_call.", "computer_call_output.", "file_search_
 _ITEMS_SCHEMA = array(component("InputItem"), minItems=1, maxItems=MESSAGES)
 # Agents declare these in every request, and do without them where they are not offered.
 _NOT_OFFERED = ("custom", "web_search", "tool_search", "local_shell", "shell", "apply_patch", "image_generation")
-_ORDER = ("reasoning", "message", "function_call")  # of the items of one message
+_ORDER = ("reasoning", "message")  # of the items of one message, before its calls
 _ABSENT: AbsentKeys = {
     "previous_response_id": (),
     "conversation": (),
@@ -84,6 +87,8 @@ class InputItem(FrozenStruct):
     name: Name | None = None
     namespace: Name | None = None
     arguments: str | None = None
+    input: str | None = None
+    action: RawObject = UNSET
     output: Content = None
     encrypted_content: str | None = None
 
@@ -130,6 +135,8 @@ class ResponsesRequest(CommonSamplingKeys, kw_only=True):
     tool_choice: RawToolChoice = UNSET
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
+    enable_thinking: bool | None = None
+    thinking: ThinkingSwitch | None = None
     text: TextForm | None = None
     metadata: Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None = None
     include: Annotated[list[str], Meta(max_length=64)] | None = None
@@ -143,7 +150,7 @@ class ResponsesRequest(CommonSamplingKeys, kw_only=True):
                 _with_instructions(self.instructions, self._messages()),
                 [declared_function(function.name, function.tool, function.tool.parameters) for function in functions],
                 choice=tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False),
-                thinks=thinks_by_effort(self.reasoning.effort if self.reasoning else None),
+                thinks=said_thinking(self.enable_thinking, self.thinking, self.reasoning.effort if self.reasoning else None),
                 tool_paths=[(function.path, f"{function.path}.parameters") for function in functions],
             ),
             sampling=self.sampling(max_tokens=self.max_output_tokens),
@@ -168,7 +175,8 @@ class ResponsesRequest(CommonSamplingKeys, kw_only=True):
         if (text := read_text(self.input, "input")) is not None:
             return [ChatMessage("user", text)]
         items = _ITEMS.read(self.input, "input")
-        check_bounds((item.arguments.encode() for item in items if item.arguments), "input", "the arguments of all calls")
+        said = [value.encode() for item in items for value in (item.arguments, item.input) if value]
+        check_bounds([*said, *(item.action for item in items)], "input", "the arguments of all calls")
         return without_empty_turns(_chat_messages(items), "input")
 
 
@@ -216,7 +224,12 @@ def _chat_messages(items: list[InputItem]) -> list[ChatMessage]:
     before = -1
     for index, item in enumerate(items):
         message = _message(item, f"input[{index}]")
-        rank = _ORDER.index(item.type or "message") if message.role == "assistant" else -1
+        if message is None:
+            continue
+        kind = item.type or "message"
+        rank = -1
+        if message.role == "assistant":
+            rank = _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
         if 0 <= before <= rank:
             runs[-1].append(message)
         else:
@@ -231,7 +244,8 @@ def _joined(run: list[ChatMessage]) -> ChatMessage:
     return ChatMessage("assistant", "".join(str(message.content) for message in run), thought=thoughts or None, calls=calls)
 
 
-def _message(item: InputItem, where: str) -> ChatMessage:
+def _message(item: InputItem, where: str) -> ChatMessage | None:
+    """The turn that an item is a part of; None: it is read past."""
     match item.type or "message":
         case "message" if item.role == "user":
             return ChatMessage("user", _content(item.content, f"{where}.content"))
@@ -242,16 +256,23 @@ def _message(item: InputItem, where: str) -> ChatMessage:
         case "reasoning":
             return ChatMessage("assistant", "", thought=_thought(item, where) or None)
         case "function_call":
-            name = _full_name(item.namespace, _required(item.name, f"{where}.name"))
-            call = PastCall(name, item.arguments, _required(item.call_id, f"{where}.call_id"))
-            return ChatMessage("assistant", "", calls=(call,))
-        case "function_call_output":
+            return _past_call(item, _full_name(item.namespace, _required(item.name, f"{where}.name")), item.arguments, where)
+        case "custom_tool_call":
+            return _past_call(item, _required(item.name, f"{where}.name"), {"input": item.input or ""}, where)
+        case "local_shell_call" if item.call_id is not None:
+            action = not_null(item.action)
+            return _past_call(item, "local_shell", {} if action is None else decode(action, "input", ANYTHING), where)
+        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             path = f"{where}.call_id"
             output = _content(item.output, f"{where}.output")
             return ChatMessage("tool", output, call_id=_required(item.call_id, path), call_path=path)
-        case kind:
-            hint = ": nothing is stored here, send the item itself" if kind == "item_reference" else ""
-            raise invalid(f"{where}.type", f"items of type {kind!r} are not supported{hint}")
+        case "item_reference":
+            raise invalid(f"{where}.type", "nothing is stored here: send the item itself, not an item_reference")
+    return None
+
+
+def _past_call(item: InputItem, name: str, arguments: Any, where: str) -> ChatMessage:
+    return ChatMessage("assistant", "", calls=(PastCall(name, arguments, _required(item.call_id, f"{where}.call_id")),))
 
 
 def _thought(item: InputItem, where: str) -> str:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from deploy.edge.answer_form import KEYS, form_of
 from deploy.edge.ask import Ask, ChatPrompt, RawPrompts
 from deploy.edge.body_reader import AbsentKeys, BodyReader, unsupported
-from deploy.edge.common_keys import CommonSamplingKeys, Effort, RawTools, ShortText
+from deploy.edge.common_keys import CommonSamplingKeys, Effort, RawTools, ShortText, ThinkingSwitch
 from deploy.edge.key_types import (
     IDS,
     STRING,
@@ -144,6 +144,8 @@ class ChatRequest(CompletionKeys, kw_only=True):
     parallel_tool_calls: bool | None = None
     thinking_token_budget: Natural | None = None
     reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    thinking: ThinkingSwitch | None = None
     mm_processor_kwargs: ProcessorKeys | None = None
 
     def ask(self) -> Ask:
@@ -169,6 +171,7 @@ class CompletionRequest(CompletionKeys, kw_only=True):
 
     prompt: Annotated[Raw, shown_as(STRING, STRINGS, IDS, array(IDS))]
     max_tokens: Natural | None = None
+    max_completion_tokens: Natural | None = None
     logprobs: Alternatives = None
     echo: bool | None = None
     best_of: Count | None = None
@@ -180,14 +183,15 @@ class CompletionRequest(CompletionKeys, kw_only=True):
 
     def ask(self) -> Ask:
         """InvalidRequest names the key that is wrong."""
-        if self.max_tokens == 0 and not self.echo:
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if limit == 0 and not self.echo:
             raise invalid("max_tokens", "0 only with echo: true")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", "the value of n")
         scored = [count for count in (self.prompt_logprobs, self.echoed_logprobs) if count is not None]
         return self.asking(
             RawPrompts(_prompts(self.prompt), echo=bool(self.echo)),
-            self.max_tokens,
+            limit,
             stream=self.stream,
             model=self.model,
             logprobs=self.logprobs,
@@ -199,7 +203,8 @@ class CompletionRequest(CompletionKeys, kw_only=True):
 def chat_keys_without(kind: type[Struct]) -> AbsentKeys:
     """Return the keys of a chat that requests of another `kind` lack, as keys to be refused there."""
     keys: AbsentKeys = {**dict.fromkeys(ChatRequest.__struct_fields__, ()), **absent_keys.CHAT, "n": (1,), "logprobs": (False,)}
-    return {name: neutral for name, neutral in keys.items() if name != "stream_options" and not hasattr(kind, name)}
+    without_effect = ("stream_options", "enable_thinking", "thinking")
+    return {name: neutral for name, neutral in keys.items() if name not in without_effect and not hasattr(kind, name)}
 
 
 CHAT_READER = BodyReader(ChatRequest, absent_keys.CHAT)

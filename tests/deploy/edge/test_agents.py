@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.edge.api_client import error_of, events, user
+from tests.support.edge.api_client import events, user
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.summed import sum_chat
 
@@ -95,20 +95,24 @@ def asked(arguments: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
 def test_a_call_that_was_cut_is_no_end_of_a_conversation(edge: Edge, path: str) -> None:
-    """The model sees it with what was open closed. Planted: arguments that begin no JSON are a 400, which names the call."""
-    edge.configure(max_len=4096)
+    """The model sees it with what was open closed, and what begins no JSON as its text. Planted: what is nothing shows none."""
+    edge.configure(max_len=1 << 16)
     edge.script("again")
     assert edge.post(path, {"model": "nano", **asked('{"path":"a.p')[path]}).status_code == 200
     prompt = edge.prompt_text()
     assert 'call:read_file{path:<|"|>a.p<|"|>}<tool_call|><|tool_response>response:read_file{value:<|"|>no JSON<|"|>}' in prompt
-    reply = edge.post(path, {"model": "nano", **asked('{"path":a.p')[path]})
-    error = error_of(reply, 400)
-    assert f"{error['param']}: the call 'call_1': arguments: not JSON" in error["message"]
+    for sent in ('{"path":a.p', " \n", "<path>a.p</path>", '"a"', "[1]", "1", '{"a":' * 10_000, "{'path': 'a.p'}"):
+        edge.core.reset()
+        edge.script("again")
+        reply = edge.post(path, {"model": "nano", **asked(sent)[path]})
+        assert reply.status_code == 200, (sent[:20], reply.text)
+        shown = edge.prompt_text().partition("call:read_file{")[2].partition("}<tool_call|>")[0]
+        assert shown == (f'arguments:<|"|>{sent}<|"|>' if sent.strip() else ""), sent[:20]
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
 def test_no_arguments_are_written_in_many_ways(edge: Edge, path: str) -> None:
-    """Nothing, an empty object, Go's null and PHP's empty list. Planted: a text, and a list of something, are a 400."""
+    """Nothing, an empty object, Go's null and PHP's empty list. Planted: a text, and a list of something, are not nothing."""
     edge.configure(max_len=4096)
     for arguments in ("", "{}", "null", "[]"):
         edge.core.reset()
@@ -117,5 +121,7 @@ def test_no_arguments_are_written_in_many_ways(edge: Edge, path: str) -> None:
         assert reply.status_code == 200, reply.text
         assert "call:read_file{}<tool_call|>" in edge.prompt_text()
     for arguments in ('"a"', "[1]"):
-        reply = edge.post(path, {"model": "nano", **asked(arguments)[path]})
-        assert "arguments: not a JSON object" in error_of(reply, 400)["message"]
+        edge.core.reset()
+        edge.script("again")
+        assert edge.post(path, {"model": "nano", **asked(arguments)[path]}).status_code == 200
+        assert "call:read_file{}<tool_call|>" not in edge.prompt_text()

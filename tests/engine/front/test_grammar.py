@@ -238,24 +238,26 @@ def values(walker: Walker, part: dict[str, Any]) -> list[Any]:
 def test_what_cannot_be_kept_keeps_its_types(
     walker: Walker, monkeypatch: pytest.MonkeyPatch, part: dict[str, Any], types: list[str]
 ) -> None:
-    """An array is one, though its elements are free; where types are not read, others come."""
+    """A keyword that cannot be kept leaves the type; where all of its schema is left out, others come."""
 
     def are_kept() -> bool:
         return all(jsonschema.Draft202012Validator({"type": types}).is_valid(value) for value in values(walker, part))
 
     assert are_kept()
-    monkeypatch.setattr(call_grammar, "types_of", lambda _: [])
+    monkeypatch.setattr(call_grammar, "_without", lambda *_: {})
     assert not are_kept()
 
 
-def test_a_sets_elements_are_kept(walker: Walker) -> None:
-    """What is left free is how often one comes; of an array with another keyword that cannot be kept the elements are free."""
+def test_a_keyword_that_is_left_out_frees_itself_alone(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an array the elements are kept beside it. Planted: it frees its whole schema, and elements are anything."""
     numbers = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 2}
 
     def elements(part: dict[str, Any]) -> list[Any]:
         return [element for value in values(walker, part) for element in value]
 
-    assert set(elements(numbers | {"uniqueItems": True})) <= set(range(10))
+    for freed in ({"uniqueItems": True}, {"contains": {}}, {"not": {}}):
+        assert set(elements(numbers | freed)) <= set(range(10))
+    monkeypatch.setattr(call_grammar, "_without", lambda *_: None)
     assert not all(isinstance(element, int) for element in elements(numbers | {"contains": {}}))
 
 
@@ -325,7 +327,7 @@ def test_bombs_cost_little(walker: Walker, bomb: str) -> None:
         (lambda: json_answer(MANY), "too many"),
         (lambda: json_answer({"$defs": {"a": {"pattern": "b", "$ref": "#/$defs/a"}, "c": MANY}, "$ref": "#/$defs/c"}), "too many"),
         (lambda: json_answer({"properties": {"default": MANY}}), "too many"),
-        (lambda: json_answer({"$defs": {"a": {"$id": "b:c"}}, "$ref": "#/$defs/a"}), "too many"),
+        (lambda: json_answer({"$defs": {"a": {"$id": "b:c", "items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}), "too many"),
         (lambda: choice_answer([]), "texts"),
     ],
 )
@@ -348,7 +350,7 @@ def test_what_would_cost_a_core_too_much_is_refused_unbuilt(walker: Walker, monk
     for schema in (few, apart, {"pattern": "a" * 4096}, {"anyOf": [*MANY["allOf"]]}):
         json_answer(schema)
     assert lark_answer('start: "a&b" /c&d/ // &\n')
-    monkeypatch.setattr("engine.front.grammar._MOST_CHOICES", math.inf)
+    monkeypatch.setattr("engine.front.answer_schema._MOST_CHOICES", math.inf)
     assert walker.vocabulary.complaint(grammar(walker.markers, json_answer(MANY), Thought.none)) is None
 
 

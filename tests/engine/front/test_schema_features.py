@@ -15,7 +15,7 @@ import pytest
 from pydantic import AnyUrl, BaseModel, ConfigDict, Field, SecretStr, ValidationError, create_model
 
 from engine.errors import InvalidRequest
-from engine.front import call_grammar, grammar, string_schema, value_schema
+from engine.front import answer_schema, call_grammar, string_schema, value_schema
 from engine.front.call_grammar import CallGrammar
 from engine.front.grammar import calls_answer, json_answer
 from engine.front.string_schema import SchemaError, expressions
@@ -180,7 +180,7 @@ def test_what_openapi_calls_nullable_may_be_null(walker: Walker, monkeypatch: py
     def nulls(write: Callable[[Walker, dict[str, Any], int], str]) -> int:
         return min(sum(json.loads(write(walker, schema, seed))["it"] is None for seed in range(8)) for schema in schemas)
 
-    for module, write in ((call_grammar, called), (grammar, answered)):
+    for module, write in ((call_grammar, called), (answer_schema, answered)):
         assert 0 < nulls(write) < 8
         monkeypatch.setattr(module, "as_json_schema", lambda schema: {key: schema[key] for key in schema if key != "nullable"})
         assert not nulls(write)

@@ -139,8 +139,6 @@ def test_template(text: TextProcessor, case: str) -> None:
     ("messages", "options", "param", "says"),
     [
         ([user([{"type": "image_url", "image_url": {}}])], {}, "messages", "image_url"),
-        ([assistant(tool_calls=[CALL | {"function": {"name": "f", "arguments": "{]"}}])], {}, "messages", "arguments"),
-        ([assistant(tool_calls=[CALL | {"function": {"name": "f", "arguments": "[1]"}}])], {}, "messages", "object"),
         ([assistant(tool_calls=[{"id": "1"}])], {}, "messages", "function"),
         ([user("\ud800")], {}, "messages", "surrogate"),
     ],
