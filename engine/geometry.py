@@ -37,6 +37,13 @@ IMPLEMENTED: Final[Implemented] = {
     "rope_scaling": (None,),
     "use_bidirectional_attention": ("vision", None),
 }
+# What transformers takes for a key that config.json leaves out.
+_HEAD_DIM = 256
+_GLOBAL_HEAD_DIM = 512
+_ROPES: JsonObject = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
 _PER_LAYER = ("head_dim", "num_key_value_heads")
 
 
@@ -303,6 +310,7 @@ def _layers(text: JsonObject) -> tuple[Layer, ...]:
     kinds = _kinds(text["layer_types"], count)
     shared_from = count - (text.get("num_kv_shared_layers") or 0)
     overrides = _overrides(text, count)
+    ropes = text.get("rope_parameters") or _ROPES
     producers = {kinds[index]: index for index in range(shared_from)}
     layers = []
     for index, kind in enumerate(kinds):
@@ -316,7 +324,7 @@ def _layers(text: JsonObject) -> tuple[Layer, ...]:
                 kind,
                 head_dim,
                 kv_heads,
-                rope=_rope(text["rope_parameters"][f"{kind}_attention"], head_dim),
+                rope=_rope(ropes[f"{kind}_attention"], head_dim),
                 intermediate=text["intermediate_size"] * (2 if shared and text.get("use_double_wide_mlp") else 1),
                 k_eq_v=kind == "full" and bool(text.get("attention_k_eq_v")),
                 kv_source=producers[kind] if shared else index,
@@ -349,10 +357,10 @@ def _kinds(names: list[str], count: int) -> list[LayerKind]:
 
 def _heads(text: JsonObject, kind: LayerKind, override: JsonObject) -> tuple[int, int]:
     """Returns (head_dim, kv heads) of a layer; the global KV-head count holds only with attention_k_eq_v."""
-    head_dim: int = text["head_dim"]
+    head_dim: int = text.get("head_dim", _HEAD_DIM)
     kv_heads: int = text["num_key_value_heads"]
     if kind == "full":
-        head_dim = text.get("global_head_dim") or head_dim
+        head_dim = text.get("global_head_dim", _GLOBAL_HEAD_DIM) or head_dim
         if text.get("attention_k_eq_v"):
             kv_heads = text.get("num_global_key_value_heads") or kv_heads
     return override.get("head_dim", head_dim), override.get("num_key_value_heads", kv_heads)

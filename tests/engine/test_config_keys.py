@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import Gemma4Config, Gemma4TextConfig, Gemma4UnifiedConfig, Gemma4UnifiedTextConfig, PreTrainedConfig
 
+from engine import geometry
 from engine.errors import CheckpointError
 from engine.geometry import IMPLEMENTED, parse_config, read_geometry
 from engine.vision_geometry import read_vision
@@ -219,3 +220,22 @@ def test_a_quantised_checkpoint_is_refused_by_its_format(tmp_path: Path, file: s
     (tmp_path / file).write_text(json.dumps((raw("e2b") if file == "config.json" else {}) | written))
     with pytest.raises(CheckpointError, match=re.escape(f"this checkpoint is quantised ({name}); Quartet loads bf16")):
         read_geometry(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["head_dim", "global_head_dim", "rope_parameters"])
+def test_a_key_that_is_left_out_has_transformers_default(key: str) -> None:
+    """The published shapes have these values, so without the key nothing changes; another value would."""
+    left_out, other = raw("31b"), raw("31b")
+    whole = parse_config(raw("31b"))
+    del left_out["text_config"][key]
+    assert parse_config(left_out) == whole
+    ropes = {kind: {"rope_type": "default", "rope_theta": 5.0} for kind in ("sliding_attention", "full_attention")}
+    other["text_config"][key] = {"head_dim": 128, "global_head_dim": 256, "rope_parameters": ropes}[key]
+    assert parse_config(other) != whole
+
+
+def test_the_defaults_are_transformers() -> None:
+    """Of a text config without any key: head_dim and rotary embedding of both kinds."""
+    published = Gemma4TextConfig().to_dict()
+    assert published["head_dim"] == geometry._HEAD_DIM
+    assert published["rope_parameters"] == geometry._ROPES

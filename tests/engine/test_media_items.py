@@ -6,6 +6,7 @@ import pytest
 from engine.audio_geometry import AudioGeometry, read_audio
 from engine.errors import InvalidRequest
 from engine.protocol import MediaItem
+from engine.vision_geometry import read_vision
 from tests.conftest import Nano
 
 pytestmark = pytest.mark.pure
@@ -30,3 +31,18 @@ def test_a_clip_fits_its_positions(nano: Nano, member: str, item: MediaItem) -> 
                   {"data": item.data[4:]}, {"spans": ((1, 4),)}):  # fmt: skip
         with pytest.raises(InvalidRequest, match="do not fit"):
             check(msgspec.structs.replace(item, **wrong))
+
+
+def pixels(height: int, width: int, length: int) -> MediaItem:
+    return MediaItem(1, length, bytes(32), ((1, 1 + length),), "image", (height, width, 3), bytes(height * width * 3))
+
+
+def test_a_picture_fits_its_positions(nano: Nano) -> None:
+    """Sides that are no whole cells, or longer than the table of positions, are refused; the longest that there may be is not."""
+    vision = read_vision(nano("31b"))
+    assert vision is not None
+    vision.check(pixels(96, 144, 6))
+    vision.check(pixels(48, 48 * vision.longest, vision.longest))
+    for wrong in (pixels(97, 144, 6), pixels(96, 145, 6), pixels(48, 48 * vision.longest + 48, vision.longest + 1), pixels(96, 144, 5)):
+        with pytest.raises(InvalidRequest):
+            vision.check(wrong)

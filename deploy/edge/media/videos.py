@@ -67,12 +67,13 @@ def _animated(task: DecodeTask, data: bytes) -> TimedFrames:
     pixels = animation.width * animation.height * count
     if pixels > DECODED_FRAMES * task.pixels:
         raise InvalidRequest(f"its {count} frames have {pixels} pixels; at most {DECODED_FRAMES * task.pixels} are read")
-    sampled, time = _sampled(count), 0.0
+    sampled = _sampled(count)
+    milliseconds = 0  # whole ones, as files state them: a sum of seconds would miss the border of a second
     for index, frame in enumerate(ImageSequence.Iterator(animation)):
         if index in sampled:
-            yield frame, time
+            yield frame, milliseconds / 1000
         frame.load()  # before, a WebP's does not say how long it stays
-        time += (frame.info.get("duration") or _DEFAULT_MS) / 1000
+        milliseconds += round(frame.info.get("duration") or _DEFAULT_MS)
 
 
 def _filmed(task: DecodeTask, data: bytes) -> TimedFrames:

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.edge.admission_control import AdmissionControl, AdmissionTicket
+from deploy.edge.admission_control import ANSWERS_PER_CHOICE, AdmissionControl, AdmissionTicket
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.scope import client_address
 from deploy.edge.uploads import Claim
@@ -382,3 +382,36 @@ def test_a_reader_holds_no_place_once_the_engine_is_done(nano: Nano) -> None:
         assert edge.service.open == 4, "the answer was read: nothing is tested"
         reply = edge.post(CHAT, BODY)
         assert reply.status_code == 200
+
+
+def test_a_newcomers_turn_is_of_those_that_run() -> None:
+    """With the first that waits; where nobody waits, with the last that began. A turn of 0 would be before them all."""
+    admission = AdmissionControl(ReadyEngine(), choices=20, tokens=500, bytes=1000)
+    clocks = [Clock(0.0) for _ in range(5)]
+    for clock in clocks:
+        ticket = admission.enter("a")
+        ticket.settle(1, 1)
+        ticket.submitted([clock], lambda: None)
+    for clock in clocks[:3]:
+        clock.scheduled = 1.0
+    second = admission.enter("b")
+    second.settle(1, 1)
+    assert second.turn == 3
+    second.leave()
+    for clock in clocks[3:]:
+        clock.scheduled = 1.0
+    third = admission.enter("c")
+    third.settle(1, 1)
+    assert third.turn == 4
+
+
+def test_open_answers_are_bounded() -> None:
+    """Requests that have not said yet what they ask for are refused beyond a number; one that leaves makes room for one."""
+    admission = AdmissionControl(ReadyEngine(), choices=2, tokens=500, bytes=1000)
+    tickets = [admission.enter("a") for _ in range(ANSWERS_PER_CHOICE * 2)]
+    with pytest.raises(Overloaded):
+        admission.enter("b")
+    tickets[0].leave()
+    admission.enter("b")
+    with pytest.raises(Overloaded):
+        admission.enter("b")

@@ -71,3 +71,11 @@ def test_long_clips_are_cut_where_they_are_quiet() -> None:
 def test_a_clip_a_little_too_long_leaves_no_crumb() -> None:
     """What is left behind a cut has frames of its own."""
     assert min(len(af.log_mels(clip)) for clip in af.cut_at_silences(np.zeros(af.CLIP_SAMPLES + 1, np.float32))) > 0
+
+
+@pytest.mark.parametrize("begin", [21 * af.RATE, 25 * af.RATE + 7, 29 * af.RATE])
+def test_a_cut_is_in_the_middle_of_the_quietest_tenth(begin: int) -> None:
+    """To the sample: half of a silence belongs to each side. A cut at the silence's begin would be 800 samples off."""
+    samples = noise(31 * af.RATE)
+    samples[begin : begin + af.RATE // 10] = 0
+    assert len(af.cut_at_silences(samples)[0]) == begin + af.RATE // 20

@@ -93,6 +93,7 @@ def test_what_is_longer_than_30_s_becomes_several_clips(edge: Edge) -> None:
     assert len(request.media) == 3
     assert soft_tokens(edge, request) == [place for item in request.media for place in range(item.first, item.end)]
     assert all(item.length <= 750 for item in request.media)
+    assert len({item.digest for item in request.media}) == 3, "a clip must not be taken for another one of its sound"
     assert np.array_equal(np.frombuffer(request.media[0].data, np.float32)[:128], log_mels(sound[:CLIP_SAMPLES])[0])
     assert reply.json()["usage"]["prompt_tokens_details"] == {
         "cached_tokens": 0,

@@ -25,6 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 from deploy.edge.apis import ENDPOINTS, UNKNOWN, endpoint_of
 from deploy.edge.ask import Ask, RawPrompts
 from deploy.edge.edge_settings import KEYS_VARIABLE, KeySettings, LimitSettings
+from deploy.edge.http_errors import QuotaExceeded
 from deploy.edge.keys import key_ring
 from deploy.edge.keys.key_file import ApiKey, digest_of
 from deploy.edge.keys.key_ring import KeyRing
@@ -423,3 +424,25 @@ def test_the_time_of_a_wrong_key_tells_nothing(tmp_path: Path) -> None:
     pairs = [(first, last), (similar, wrong)]
     assert [apart(ring.find, *pair) for pair in pairs] == pytest.approx([0.0] * 2, abs=0.05)  # some .01: where a match is noted
     assert apart(early, first, last) > 1, "planted: a search that ends where it finds"
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_keys_that_are_read_again_keep_what_was_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgets: bool) -> None:
+    """A holder whose one request is open gets no second one when the file changes. Planted: what was used is forgotten."""
+    monkeypatch.setattr(key_ring, "FILE_CHECK_PERIOD_S", 0.0)
+    file = tmp_path / "keys"
+    file.write_text(LINES)
+    ring = KeyRing(KeySettings(file=str(file)))
+    key = ring.find(SLOW.encode())
+    assert key is not None
+    ring.open(key)
+    if forgets:
+        ring._allowances.clear()
+    replaced(file, LINES + line("sk-new", "new"))
+    asyncio.run(ring.refresh())
+    assert ring.find(b"sk-new") is not None
+    if forgets:
+        ring.open(key)
+    else:
+        with pytest.raises(QuotaExceeded):
+            ring.open(key)

@@ -209,3 +209,16 @@ def test_too_many_pixels_are_refused_by_the_header(width: int, height: int) -> N
     """Before anything is decoded: there is nothing to decode."""
     with pytest.raises(InvalidRequest, match="pixels"):
         prepare(png_header(width, height), pixels=25_000_000)
+
+
+def test_auto_shrinks_neither_side() -> None:
+    """Of 500 random sizes. A budget that spares one side alone is not enough, and there are sizes that tell."""
+    rng, tell = np.random.default_rng(5), 0
+    for height, width in rng.integers(30, 1200, (500, 2)).tolist():
+        budget = rasters.least_budget(height, width, BUDGETS[-1])
+        targets = [(one, rasters.target_size(height, width, one)) for one in BUDGETS]
+        whole = [one for one, (rows, columns) in targets if rows >= height and columns >= width]
+        half = [one for one, (rows, columns) in targets if rows >= height or columns >= width]
+        assert budget == (whole[0] if whole else BUDGETS[-1])
+        tell += bool(half) and half[0] != budget
+    assert tell > 5

@@ -3,9 +3,11 @@
 import base64
 import io
 import struct
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import av
 import numpy as np
@@ -175,3 +177,88 @@ def test_what_is_no_video_is_refused() -> None:
     ):
         with pytest.raises(InvalidRequest, match=says):
             prepare(data, media_type, pixels=300_000)
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
+def test_times_of_an_animation_are_whole_milliseconds(form: str) -> None:
+    """32 frames of 70 ms: each at index * 70 ms to the bit. Planted: the sum of their seconds misses a border."""
+    data = saved([frame(7 * shade, 16, 16) for shade in range(32)], form, duration=70, lossless=True)
+    times = [time for _, time in videos._animated(DecodeTask(kind="video"), data)]
+    assert times == [70 * index / 1000 for index in range(32)]
+    summed = [sum([0.07] * index, 0.0) for index in range(32)]
+    assert times != summed
+
+
+def test_listed_frames_share_the_pixels_that_are_decoded() -> None:
+    """32 frames may have four images' pixels together: each of 300 x 300 is one too many, of 190 x 190 none is."""
+    with pytest.raises(InvalidRequest, match="300 x 300 pixels"):
+        prepare(listed([frame(0, 300, 300)] * 32), FRAMES_TYPE, pixels=300_000)
+    assert prepare(listed([frame(0, 190, 190)] * 32), FRAMES_TYPE, pixels=300_000).runs == 32
+
+
+@pytest.mark.parametrize(("name", "end_ms", "rate"), [("matroska,webm", 1100, 24 / 1.1), ("matroska,webm", 1001, 24.0), ("mov,mp4", 1100, 24.0)])
+def test_a_rate_that_times_belie_is_their_mean(name: str, end_ms: int, rate: float) -> None:
+    """A tenth of a second in a second of a Matroska is no rounding; a millisecond is. An MP4's header is believed."""
+    stream = SimpleNamespace(
+        average_rate=24, time_base=Fraction(1, 1000), container=SimpleNamespace(format=SimpleNamespace(name=name))
+    )
+    times = [1000 * index // 24 for index in range(24)] + [end_ms]
+    assert videos._rate(stream, times) == pytest.approx(rate)
+
+
+class CountedDecoder:
+    """A stream whose packets are decoded to themselves, in the order of their times, and counted."""
+
+    def __init__(self) -> None:
+        self.codec_context = self
+        self.decoded: list[int] = []
+        self.held: list[Any] = []
+
+    def flush_buffers(self) -> None:
+        self.held.clear()
+
+    def decode(self, packet: Any) -> list[Any]:
+        """The frames that come out: the last two are held, since a packet with an earlier time may follow."""
+        if packet is not None:
+            self.decoded.append(packet.pts)
+            self.held.append(packet)
+        self.held.sort(key=lambda held: held.pts)
+        count = len(self.held) - (2 if packet is not None else 0)
+        ready = self.held[: max(0, count)]
+        del self.held[: len(ready)]
+        return ready
+
+
+@pytest.mark.parametrize("stored", [range(8), [0, 1, 2, 4, 3, 5, 7, 6]])
+def test_decoding_begins_at_the_key_frame_before(stored: Sequence[int]) -> None:
+    """Also of a frame that is shown before the key frame that it is stored after: the one before that, not the first of all."""
+    packets = [SimpleNamespace(pts=pts, is_keyframe=pts % 2 == 0 and pts > 0 or number == 0) for number, pts in enumerate(stored)]
+    stream = CountedDecoder()
+    chosen = list(stored).index(3)
+    [shown] = videos._decoded(cast("Any", stream), cast("Any", packets), [chosen])
+    assert shown.pts == 3
+    assert stream.decoded[0] == 2
+
+
+def test_the_decoder_holds_to_the_pixels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header may lie: without its check the decoder itself refuses 192 x 192 pixels where 20 000 may be."""
+    monkeypatch.setattr(videos, "check_pixels", lambda *_: None)
+    data = film(moving(3, 192, 192), "libx264", "mp4")
+    stream = videos.opened_stream
+    monkeypatch.setattr(videos, "opened_stream", lambda data, kind, seconds, pixels: stream(data, kind, seconds, 1 << 24))
+    assert len(list(videos._filmed(DecodeTask(kind="video", pixels=40_000), data))) == 3
+    with pytest.raises((av.error.FFmpegError, InvalidRequest)):
+        list(videos._filmed(DecodeTask(kind="video", pixels=20_000), data))
+
+
+def test_frames_before_an_edits_begin_are_not_shown() -> None:
+    """An MP4 whose edit list begins ten frames in has ten frames less, and its first is the eleventh."""
+    data = film(moving(40), "libx264", "mp4", bf="0")
+    whole = [np.asarray(image) for image, _ in videos._filmed(DecodeTask(kind="video"), data)]
+    at = data.index(b"elst") + 16
+    [begin] = struct.unpack(">i", data[at : at + 4])
+    cut = data[:at] + struct.pack(">i", begin + 10 * 512) + data[at + 4 :]
+    made = list(videos._filmed(DecodeTask(kind="video"), cut))
+    assert (len(whole), len(made)) == (32, 30)
+    expected = np.asarray(next(iter(videos._filmed(DecodeTask(kind="video"), film(moving(40)[10:], "libx264", "mp4", bf="0"))))[0])
+    assert np.abs(np.asarray(made[0][0]).astype(int) - expected).mean() < 4 < np.abs(whole[0].astype(int) - expected).mean()

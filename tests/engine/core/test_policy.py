@@ -385,3 +385,16 @@ def step(scheduler: Scheduler) -> list[int]:
         scheduler.commit(one_token_each(scheduler, plan))
     scheduler.requests.drain()
     return scheduler.requests.drain_started()
+
+
+def test_steps_that_were_short_excuse_one_late_step_at_most() -> None:
+    """A hundred steps far below the target make up for one step's lateness, not for a minute's."""
+    budget = StepBudget(POLICIES["fair"], 8, None, 10.0)
+    for _ in range(100):
+        budget.decoded(1.0, 1.0)
+    budget.decoded(19.0, 1.0)
+    assert not budget.holds_encodes
+    budget.decoded(25.0, 1.0)
+    assert budget.holds_encodes
+    budget.forget_lateness()
+    assert not budget.holds_encodes

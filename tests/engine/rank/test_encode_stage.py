@@ -365,3 +365,12 @@ def test_which_plans_need_their_items_at_once() -> None:
     assert reaches(PrefillChunk(0, 0, 90, 90), PrefillChunk(3, 30, 64, 64))
     assert not reaches()
     assert not reaches(PrefillChunk(1, 0, 20, 20), PrefillChunk(3, 0, 30, 30), PrefillChunk(2, 0, 90, 90))
+
+
+def test_an_item_is_let_go_with_its_last_row() -> None:
+    """A chunk that ends where the item does is the last to need it; one that ends a row before is not."""
+    for end, kept in ((10, 0), (9, 1)):
+        stage, _ = stage_of()
+        encode(stage, [picture(4, 9)])
+        rows(stage, Chunk(0, 0, end, 0))
+        assert len(stage._slot_items[0]) == kept

@@ -34,8 +34,8 @@ from engine.rank.products import Peers
 from engine.rank.stages.forward_stage import ForwardStage
 from engine.step_shapes import sequence_rows
 from kernels.allreduce import MappedCollectives, shared_bytes
-from kernels.fused_allreduce_norm import AllReduceInbox
-from kernels.sequence_parallel import SequenceParallel
+from kernels.fused_allreduce_norm import AllReduceInbox, Norms
+from kernels.sequence_parallel import SequenceParallel, sum_norm
 from tests.bench.sequence_parallel import Mlps
 from tests.conftest import Nano
 from tests.support import interpreter
@@ -250,6 +250,37 @@ def test_inboxes_are_aligned(size: int, monkeypatch: pytest.MonkeyPatch) -> None
     peers._x[0].fill_(0)
     peers._parts[0].fill_(0)
     assert bool((peers._flags[0] == -1).all()), "flags share memory with rows"
+
+
+@pytest.mark.parametrize("missing", [0, 3])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_memory_holds_the_parts_of_every_piece(size: int, missing: int) -> None:
+    """Of any number of rows, for each rank. Planted: three rows less for each other rank, which some numbers need."""
+    short = 0
+    for rows in range(16, 200):
+        length = SequenceParallel.bytes(size, rows, HIDDEN, torch.float32) - missing * (size - 1) * HIDDEN * 4
+        memories = [torch.zeros(length, dtype=torch.uint8)] * size
+        for rank in range(size):
+            peers = SequenceParallel(memories, rank, range(rows + 1), HIDDEN, torch.float32, torch.zeros(2, dtype=torch.int32))
+            try:
+                peers.begin(rows)
+            except RuntimeError:
+                short += 1
+    assert (short > 0) is (missing > 0)
+
+
+def test_every_rank_adds_parts_in_the_same_order() -> None:
+    """In fp32 1e8 - 1e8 + 1 is 1 in the ranks' order, and 0 with the last rank's own part first."""
+    parts = torch.tensor([1e8, -1e8, 1.0])[:, None, None].expand(3, 2, HIDDEN).contiguous()
+    norms = Norms(torch.ones(HIDDEN), None)
+    expected = torch.ones(2, HIDDEN)
+    for rank in range(3):
+        h = torch.empty(2, HIDDEN)
+        others = torch.cat([parts[:rank], parts[rank + 1 :]])
+        sum_norm(parts[rank], others, rank, torch.zeros(2, HIDDEN), norms, 1e-6, None, h, torch.empty(2, HIDDEN))
+        assert torch.allclose(h, expected, atol=1e-5)
+    own_first = torch.cat([parts[2:], parts[:2]]).sum(0)
+    assert not own_first.any()
 
 
 def test_under_the_interpreter() -> None:

@@ -1,13 +1,21 @@
 """Numbers that look random and depend on nothing but their arguments."""
 
+_BITS = (1 << 64) - 1
+
 
 def mixed(*values: int) -> int:
     """A number below 2**32 that depends on all values."""
     mix = 0x9E3779B97F4A7C15
     for value in values:
-        mix = (mix ^ value) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
-        mix ^= mix >> 29
+        mix = _scrambled(mix ^ value)
     return mix >> 32
+
+
+def _scrambled(number: int) -> int:
+    """SplitMix64's last step: each bit of the number changes half of the result's bits."""
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _BITS
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & _BITS
+    return number ^ number >> 31
 
 
 def chance(probability: float, *values: int) -> bool:

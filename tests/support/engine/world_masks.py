@@ -253,7 +253,7 @@ class Host:
     def committed(self) -> None:
         """A result was."""
         self._advance()
-        waiting = [state for state in self.masks._states if state.ending and state.sequence.waits]
+        waiting = [state for state in self.masks._states if state.ending and "mask" in state.sequence.waits]
         assert not waiting, f"{waiting} wait for the end of a thought"
 
     def close(self) -> None:
