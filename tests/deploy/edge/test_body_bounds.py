@@ -65,7 +65,8 @@ def test_a_side_process_bounds_itself() -> None:
         "print(other.recv(1), *(resource.getrlimit(which)[0] for which in"
         " (resource.RLIMIT_CPU, resource.RLIMIT_DATA, resource.RLIMIT_CORE)))"
     )
-    said, cpu_s, data, core = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout.split()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    said, cpu_s, data, core = done.stdout.split()
     assert (said, cpu_s, core) == ("b'+'", "7", "0")
     assert 64 << 20 < int(data) < 1 << 30
     assert resource.getrlimit(resource.RLIMIT_CPU)[0] != 7
