@@ -54,11 +54,6 @@ from engine.front.text import TextProcessor
 FLUSH_S = 0.3
 DRAIN_MARGIN_S = 10.0  # beyond the deadline of the last request: a replica that goes (fewer replicas, a new build) cuts no answer
 
-_COSTLY_DEFAULTS = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "Ray's Python proxy carries the streams (several times the CPU)",
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "slow readers' text piles up in Serve",
-}
-
 logger = logging.getLogger("ray.serve")
 
 
@@ -107,7 +102,7 @@ class Quartet:
         self._closing = False
         self._settings = Settings.read(args)
         logs.install(self._settings.logs)
-        _warn_about_ray_settings()
+        _warn_about_environment(self._settings)
         self._keys = KeyRing(self._settings.keys) if self._settings.keys.needed else None
         metrics = self._settings.metrics
         check_port(metrics.host, metrics.port, "metrics.port 0 is a free one for each replica", least=0)
@@ -238,14 +233,11 @@ class Quartet:
         self._exporter.close()
 
 
-def _warn_about_ray_settings() -> None:
-    """Logs, once a replica, the settings that a plain `ray start` leaves at costly defaults."""
-    if (niceness := os.nice(0)) > 0:
-        logger.warning("this replica runs at niceness %d, and so do its ranks: start Ray with RAY_worker_niceness=0", niceness)
-    for name, cost in _COSTLY_DEFAULTS.items():
-        if os.environ.get(name) != environment.RAY[name]:
-            logger.warning("%s: start Ray with %s=%s", cost, name, environment.RAY[name])
-    if not os.environ.get("RAY_AUTH_MODE"):
-        logger.warning("RAY_AUTH_MODE is not set: its default differs between ray.init and ray start; set it to token or disabled")
-
-
+def _warn_about_environment(settings: Settings) -> None:
+    """Logs, once a replica, what Ray was started without."""
+    if names := environment.missing(os.environ, settings):
+        logger.warning(
+            "Ray was started without %s: errors, limits, keys, clients' addresses and recovery are not as documented. Before "
+            '`ray start`, run eval "$(quartet env --for head CONFIG)" on the head, and with --for node on other nodes',
+            ", ".join(names),
+        )

@@ -351,7 +351,7 @@ def test_every_variable_has_a_reader_in_ray() -> None:
     serve = Path(spec.origin).parent / "serve" / "_private"
     text = "".join(path.read_text() for path in (serve / "constants.py", serve / "haproxy.py"))
     ports = (*HAPROXY_PORTS, *PROXY_PORTS, *REPLICA_RANGE)
-    ours = (*environment.RAY, *environment.HAPROXY_FILES, "RAY_SERVE_HAPROXY_NBTHREAD", *ports)
+    ours = (*environment.RAY, *environment.HAPROXY_FILES, *environment.haproxy_paths(), "RAY_SERVE_HAPROXY_NBTHREAD", *ports)
     names = [name for name in ours if name.startswith("RAY_SERVE_")]
     assert len(names) > 10
     assert [name for name in names if f'"{name}"' not in text] == []

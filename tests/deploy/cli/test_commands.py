@@ -53,7 +53,7 @@ def python(*arguments: str, folder: Path = ROOT, **environ: str) -> subprocess.C
 # ---- the parser
 
 
-@pytest.mark.parametrize("command", ["", "plan", "doctor", "check-config", "key"])
+@pytest.mark.parametrize("command", ["", "plan", "doctor", "check-config", "env", "key"])
 def test_help_imports_nothing_heavy(command: str) -> None:
     """Help is printed, with examples and exit codes, and neither torch nor ray nor another large library was imported for it."""
     done = python("-c", HELP, *command.split(), "--help")
