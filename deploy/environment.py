@@ -34,8 +34,8 @@ RAY: dict[str, str] = {
     # between its threads Serve has a queue without a bound: what a slow reader does not take would pile up there, unseen
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # the default cuts streams that are open 120 s after HAProxy was reloaded
-    # A replica's port rests for an hour by default, because of the 3600 above: after 96 starts in an hour a node had none left. An old
-    # HAProxy may still send a request to such a port, so ports rest, but only so long that 2000 starts an hour find one.
+    # A replica's port rests after its end, as an old HAProxy may still send a request there. By default it rests for the hour of
+    # hard-stop, and a node has 96 ports: after 96 starts in an hour none started any more. With 120 s 2000 starts an hour find one.
     "RAY_SERVE_PORT_QUARANTINE_S": "120",
     "RAY_SERVE_LOG_TO_STDERR": "0",  # a line a request belongs into Serve's log files, not on the terminal
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",  # ten times a second by default, for figures scraped every few seconds

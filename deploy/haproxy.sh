@@ -7,7 +7,8 @@
 #   http-server-close     gives each request a connection of its own to the replica. When a reused one is lost, HAProxy closes the
 #                         client's without a word, and trusts the client to ask again
 #   srvtcpka, tcp-ut      end the connections to a node that lost its power or its network after 9 s, whether or not data is in
-#                         flight. Nothing else does: a stream may be silent for minutes, so there is no `timeout server`
+#                         flight. Nothing else does: a stream may be silent for minutes, so there is no `timeout server`.
+#                         2.8.25 takes tcp-ut on a default-server line and ignores it
 #   splice-request        is taken out: with it HAProxy does not see a client leave whose body came after its head, until the answer
 #                         comes, and the engine works on for nobody (seen with 2.8.25)
 #   errorfile             errors have OpenAI's shape where no replica answers or is asked. What is not HTTP gets HAProxy's own texts
@@ -20,7 +21,7 @@
 set -eu
 errors=$(dirname "$0")/haproxy_errors
 ours="option forwardfor\n    option http-server-close\n    timeout http-request ${QUARTET_HEAD_TIMEOUT:-10s}"
-ours="$ours\n    option srvtcpka\n    srvtcpka-idle 3s\n    srvtcpka-intvl 2s\n    srvtcpka-cnt 3\n    default-server tcp-ut 8s"
+ours="$ours\n    option srvtcpka\n    srvtcpka-idle 3s\n    srvtcpka-intvl 2s\n    srvtcpka-cnt 3"
 json="content-type application/json file $errors"
 other="hdr allow \"GET, POST\" unless { method GET HEAD POST PUT PATCH DELETE OPTIONS TRACE }"
 gone="http-response deny deny_status 503 if { status 404 } { res.hdr(content-type) -m beg text/plain }"
@@ -35,6 +36,7 @@ for argument in "$@"; do
             -e "s#^frontend http_frontend\$#&\n    http-request return status 405 $json/405.json $other\n    $gone#" "$argument"
         [ -z "$limit" ] || sed -i "s#^frontend http_frontend\$#&\n    $counted#" "$argument"
         sed -i -e 's/^\( *bind \)\**:\([0-9][0-9]*\)/\1127.0.0.1:\2/' -e '/^ *option splice-request$/d' \
+            -e 's/^ *server .*$/& tcp-ut 8s/' \
             -e "/^defaults/,/^frontend/s/^ *mode http\$/&\n    $ours/" "$argument"
     fi
     before=$argument

@@ -1,4 +1,4 @@
-"""`quartet env`: the environment that Ray must be started with on a standing cluster, as a shell, systemd or Kubernetes reads it."""
+"""`quartet env`: the environment that `ray start` needs on a standing cluster, as a shell, systemd or Kubernetes reads it."""
 
 import argparse
 import shlex

@@ -21,70 +21,10 @@ from engine.errors import EngineDead, Overloaded
 from tests.support.edge import haproxy_errors
 from tests.support.edge.api_client import error_of
 from tests.support.edge.http_edge import asgi_server
-from tests.support.stack.serve_process import free_port, is_free, wait
+from tests.support.stack.haproxy_process import PLAIN, haproxy
+from tests.support.stack.serve_process import free_port, wait
 
 pytestmark = [pytest.mark.pure, pytest.mark.skipif(haproxy_binary() is None, reason="no HAProxy here"), pytest.mark.alone]
-
-CONFIG = """
-global
-    stats socket {folder}/admin.sock level admin
-
-defaults
-    mode http
-    timeout client 5s
-    timeout connect 100ms
-    timeout server {server_timeout}
-    option abortonclose
-    option splice-request
-    errorfile 502 {folder}/500.http
-    errorfile 503 {folder}/500.http
-    errorfile 504 {folder}/500.http
-
-frontend http_frontend
-    bind *:{port}
-    {route}
-    default_backend default_backend
-
-backend default_backend
-    http-request return status 404 content-type text/plain lf-string "Path '%[path]' not found."
-
-backend replica
-    http-reuse always
-    server one 127.0.0.1:{behind}
-
-backend at_zero_replicas
-    server fallback 127.0.0.1:{behind} backup
-"""  # the lines of Serve's template that matter here
-
-
-PLAIN = haproxy_binary() or ""  # which takes Serve's configuration as it is
-
-
-@contextmanager
-def haproxy(
-    folder: Path,
-    behind: int,
-    wrapper: Path | str = WRAPPER,
-    head_timeout: str = "10s",
-    server_timeout: str = "10s",
-    route: str = "use_backend replica if { path_beg / }",
-) -> Iterator[str]:
-    """HAProxy before the port `behind`, with its files in `folder`; the URL."""
-    (folder / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\nInternal Server Error")
-    port = free_port()
-    path = folder / "haproxy.cfg"
-    path.write_text(CONFIG.format(folder=folder, port=port, behind=behind, server_timeout=server_timeout, route=route))
-    environ = {**os.environ, "QUARTET_HAPROXY": haproxy_binary() or ""}
-    environ["QUARTET_HEAD_TIMEOUT"] = head_timeout
-    process = subprocess.Popen([str(wrapper), "-db", "-f", str(path)], env=environ, stderr=subprocess.DEVNULL)
-    try:
-        wait(lambda: not is_free(port), 10)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait(10)
-        (folder / "admin.sock").unlink(missing_ok=True)
-
 
 def test_the_committed_errors_are_those_of_the_edge() -> None:
     """`python -m tests.support.edge.haproxy_errors` would change nothing. Planted: another sentence is another file."""

@@ -1,4 +1,4 @@
-"""What HAProxy itself answers where no replica does, in OpenAI's shape: the files that deploy/haproxy.sh puts into its configuration.
+"""What HAProxy itself answers where no replica does, in OpenAI's shape: files that deploy/haproxy.sh puts into its configuration.
 
 404, 405  no application has the path, or HTTP has no such method
 502, 503  the replica was killed before it answered, or there is none: 503 with Retry-After, as when a replica loses its engine
