@@ -28,7 +28,7 @@ from cluster.gauges import read_gauges
 from cluster.group import Group
 from cluster.health import Death, Watcher
 from dashboards.exporter import Exporter, Facts
-from deploy import environment
+from deploy import environment, ray_private
 from deploy.edge.grammar_process import complaint
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.media.media_preparer import MediaPreparer
@@ -39,7 +39,7 @@ from deploy.edge.service import Service
 from deploy.edge.service_settings import Defaults, ServiceSettings, audio_row_samples, media_kinds
 from deploy.edge.side_pool import SidePool
 from deploy.models.fingerprint import fingerprint
-from deploy.nodes import check_nodes, gpus_of, replica_resources
+from deploy.nodes import check_host_of_nodes, check_nodes, gpus_of, replica_resources
 from deploy.placement import place
 from deploy.ports import check_port
 from deploy.registry import HeartbeatSender, RayRegistryClient, target_here
@@ -61,7 +61,10 @@ def build(args: ServeConfig) -> Application:
     """Makes the application for the YAML's `args`. ConfigError of one line: which key, or what the cluster lacks."""
     settings = Settings.read(args)
     environment.refuse_kernels_distribution()
-    check_nodes(settings, gpus_of(ray.nodes()))
+    gpus = gpus_of(ray.nodes())
+    if len(gpus) > 1:
+        check_host_of_nodes(ray_private.http_host(), len(gpus))
+    check_nodes(settings, gpus)
     options = deployment_options(settings)
     return Quartet.options(**options).bind(msgspec.to_builtins(settings))  # type: ignore[attr-defined]
 
@@ -105,7 +108,8 @@ class Quartet:
         _warn_about_environment(self._settings)
         self._keys = KeyRing(self._settings.keys) if self._settings.keys.needed else None
         metrics = self._settings.metrics
-        check_port(metrics.host, metrics.port, "metrics.port 0 is a free one for each replica", least=0)
+        self._metrics_host = metrics.host or ray.util.get_node_ip_address()
+        check_port(self._metrics_host, metrics.port, "metrics.port 0 is a free one for each replica", least=0)
         config = place(self._settings)
         self._encoders, self._media_preparer = config.media, MediaPreparer()
         if self._encoders:
@@ -138,7 +142,7 @@ class Quartet:
             ttft_objective_s=metrics.ttft_objective_s,
             tpot_objective_s=metrics.tpot_objective_s,
         ))
-        exporter_url = self._exporter.serve(metrics.host, metrics.port)
+        exporter_url = self._exporter.serve(self._metrics_host, metrics.port)
         self._demand = Demand(config.max_seqs, metrics.ttft_objective_s)
         self._client = EngineClient(group.front_socket, sink=to_each(self._exporter, self._demand))
         self._exporter.read_gauges = partial(read_gauges, group, self._client)

@@ -100,7 +100,8 @@ class Launch:
         self._ports.keep_api(*self.address)
         check_host(self.address[0])
         settings = self.settings
-        check_port(settings.metrics.host, settings.metrics.port, "metrics.host and metrics.port choose another", least=0)
+        metrics = settings.metrics
+        check_port(metrics.host or "127.0.0.1", metrics.port, "metrics.host and metrics.port choose another", least=0)
         if settings.logs.folder is not None:
             check_log_folder(settings.logs.folder)
         if settings.keys.needed:

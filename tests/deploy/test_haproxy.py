@@ -1,9 +1,7 @@
 """What HAProxy answers by itself and says of its servers, through the real binary and the wrapper that Serve starts it by."""
 
 import json
-import os
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -92,7 +90,7 @@ def test_a_connection_without_a_whole_head_ends(tmp_path: Path, said: bytes) -> 
     Planted: Serve's configuration as it is. HAProxy's own 400 and 408 of what it cannot read have no file: they are HTML.
     """
     for wrapper, ends in ((WRAPPER, True), (PLAIN, False)):
-        with haproxy(tmp_path, free_port(), wrapper, "300ms") as url:
+        with haproxy(tmp_path, free_port(), wrapper, head_timeout="300ms") as url:
             assert answered(url, said, 20 if ends else 1).startswith(b"HTTP/1.1 408") == ends
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from deploy import environment
 from deploy.models.resolve import resolve
-from deploy.nodes import check_nodes, check_replicas, gpus_of
+from deploy.nodes import check_host_of_nodes, check_nodes, check_replicas, gpus_of
 from deploy.placement import place
 from deploy.ports import HAPROXY_PORTS, PROXY_PORTS, REPLICA_RANGE
 from deploy.settings import Settings, read_config, read_settings
@@ -312,6 +312,15 @@ def test_replicas_that_never_fit_are_refused(options: dict[str, Any], why: str) 
         check_replicas({"applications": [{"deployments": [{"num_replicas": 17}]}]}, Settings(model="nano:31b"), there)
     fine = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 8}, "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 4}}
     check_replicas({"applications": [{"deployments": [fine]}, {}]}, settings, there)
+
+
+def test_loopback_is_refused_on_several_nodes() -> None:
+    """As HAProxy of another node could not reach the replicas. A wildcard is fine, and so is an address of the network."""
+    for host in ("127.0.0.1", "localhost", "::1"):
+        with pytest.raises(ConfigError, match=re.escape(f"http_options.host: {host}: this cluster has 2 nodes")):
+            check_host_of_nodes(host, 2)
+    for host in ("0.0.0.0", "10.0.0.1"):
+        check_host_of_nodes(host, 2)
 
 
 def test_rays_environment_is_set_and_the_users_wins(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def haproxy(
     folder: Path,
     behind: int,
     wrapper: Path | str = WRAPPER,
+    *,
     head_timeout: str = "10s",
     server_timeout: str = "10s",
     route: str = "use_backend replica if { path_beg / }",

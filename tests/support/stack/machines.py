@@ -62,7 +62,7 @@ class Machine:
         (self.folder / "tmp" / "up").unlink(missing_ok=True)
         space = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self._unshare = subprocess.Popen([*space, "/bin/sh", "-c", INIT, str(self.folder), sys.executable])
-        wait(lambda: (self.folder / "tmp" / "up").exists(), 10)
+        wait((self.folder / "tmp" / "up").exists, 10)
         children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children").read_text().split()
         self.init = int(children[0])
 
@@ -73,16 +73,15 @@ class Machine:
 
     def run(self, script: str, environ: dict[str, str], timeout_s: float = 120) -> str:
         """What `script` prints there. AssertionError with all that it said: it failed."""
-        done = subprocess.run(
-            self.command(script), env=environ, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, check=False
-        )
+        command = self.command(script)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False)
         assert done.returncode == 0, f"{script}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done.stdout
 
     def processes(self, words: str) -> list[int]:
         """Its living processes whose command line has `words`, by the host's numbers."""
-        space = os.stat(f"/proc/{self.init}/ns/pid").st_ino
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_there(pid, space, words)]
+        space = Path(f"/proc/{self.init}/ns/pid").stat().st_ino
+        return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and _is_there(path, space, words)]
 
     def unplug(self) -> None:
         """Take its link down."""
@@ -98,10 +97,10 @@ class Machine:
         self._unshare.wait(20)
 
 
-def _is_there(pid: int, space: int, words: str) -> bool:
+def _is_there(process: Path, space: int, words: str) -> bool:
     try:
-        same = os.stat(f"/proc/{pid}/ns/pid").st_ino == space
-        return same and words.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        same = (process / "ns" / "pid").stat().st_ino == space
+        return same and words.encode() in (process / "cmdline").read_bytes().replace(b"\0", b" ")
     except OSError:  # it has ended
         return False
 
