@@ -1,7 +1,7 @@
 #!/bin/sh
 # Starts HAProxy for Ray Serve. Ray writes the configuration anew before each start; this script edits it first:
 #
-#   statistics, metrics   bound to loopback; Serve's template binds both ports to every interface
+#   statistics, metrics   bound to loopback; Serve's template binds both ports to every interface. The API's own bind stays as it is
 #   X-Forwarded-For       carries the client's address
 #   timeout http-request  bounds how long a request's head may take; Serve only has the hour that a client may be silent
 #   http-server-close     gives each request a connection of its own to the replica. When a reused one is lost, HAProxy closes the
@@ -35,7 +35,7 @@ for argument in "$@"; do
             -e "s#^\( *http-request return status 404\) content-type text/plain lf-string .*#    http-request deny deny_status 503 if { path_beg / }\n\1 $json/404.json#" \
             -e "s#^frontend http_frontend\$#&\n    http-request return status 405 $json/405.json $other\n    $gone#" "$argument"
         [ -z "$limit" ] || sed -i "s#^frontend http_frontend\$#&\n    $counted#" "$argument"
-        sed -i -e 's/^\( *bind \)\**:\([0-9][0-9]*\)/\1127.0.0.1:\2/' -e '/^ *option splice-request$/d' \
+        sed -i -e '/^frontend http_frontend$/,/^backend/!s/^\( *bind \)\**:\([0-9][0-9]*\)/\1127.0.0.1:\2/' -e '/^ *option splice-request$/d' \
             -e 's/^ *server .*$/& tcp-ut 8s/' \
             -e "/^defaults/,/^frontend/s/^ *mode http\$/&\n    $ours/" "$argument"
     fi

@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import httpx
@@ -123,6 +123,17 @@ def test_what_no_replica_is_asked_is_refused_in_shape(tmp_path: Path, line: str,
     assert (b"allow: GET, POST" in head) == (status == 405)
     with haproxy(tmp_path, free_port(), PLAIN) as url:
         assert b'"error"' not in answered(url, said)
+
+
+@pytest.mark.parametrize(("wrapper", "open_to_all"), [(WRAPPER, False), (PLAIN, True)])
+def test_the_api_listens_where_it_was_told_to_and_metrics_on_loopback(tmp_path: Path, wrapper: str, open_to_all: bool) -> None:
+    """The API at every address, HAProxy's own metrics at 127.0.0.1 alone. Planted: Serve's configuration as it is opens both."""
+    metrics_port = free_port()
+    with haproxy(tmp_path, free_port(), wrapper, metrics_port=metrics_port) as url:
+        assert httpx.get(url.replace("127.0.0.1", "127.0.0.2")).status_code >= 500
+        assert httpx.get(f"http://127.0.0.1:{metrics_port}").status_code == 200
+        with nullcontext() if open_to_all else pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.2:{metrics_port}")
 
 
 def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,10 @@ defaults
     errorfile 503 {folder}/500.http
     errorfile 504 {folder}/500.http
 
+frontend prometheus
+    bind :{metrics_port}
+    http-request return status 200
+
 frontend http_frontend
     bind *:{port}
     {route}
@@ -55,6 +59,7 @@ def haproxy(
     client_timeout: str = "5s",
     connect_timeout: str = "100ms",
     address: str = "127.0.0.1",
+    metrics_port: int = 0,
     namespace: Sequence[str] = (),
 ) -> Iterator[str]:
     """HAProxy before the port `behind` at `address`, with its files in `folder`; the URL. `namespace`: the words that enter one."""
@@ -65,6 +70,7 @@ def haproxy(
         CONFIG.format(
             folder=folder,
             port=port,
+            metrics_port=metrics_port or free_port(),
             behind=behind,
             address=address,
             route=route,
