@@ -69,7 +69,8 @@ class RayCluster:
 
     def on_head(self, script: str, timeout_s: float = 90) -> str:
         """What `script` prints on the head, in the environment of its Ray."""
-        return self.head.run(f'eval "$(python -m deploy.cli env --for head /tmp/cluster.yaml)" && {script}', self._environ, timeout_s)
+        environ = 'eval "$(python -m deploy.cli env --for head /tmp/cluster.yaml)"'
+        return self.head.run(f"{environ} && {script}", self._environ, timeout_s)
 
     def deploy(self, **args: Any) -> None:
         """`serve deploy` of the config with other `args`."""
@@ -91,8 +92,8 @@ class RayCluster:
 
     def targets(self) -> list[dict[str, Any]]:
         """Discovery's list, read on the head."""
-        script = "python -c 'import urllib.request as u; print(u.urlopen(\"http://127.0.0.1:9464/targets\", timeout=5).read().decode())'"
-        found: list[dict[str, Any]] = json.loads(self.head.run(script, self._environ, 20))
+        page = self.head.run(fetch("http://127.0.0.1:9464/targets"), self._environ, 20)
+        found: list[dict[str, Any]] = json.loads(page)
         return found
 
     def answers(self, machine: Machine) -> bool:
@@ -114,6 +115,11 @@ class RayCluster:
         return [Stream(self.machines.switch, self.url(machine), tokens) for _ in range(count)]
 
 
+def fetch(url: str) -> str:
+    """The script that prints a page."""
+    return f"python -c 'import urllib.request as u; print(u.urlopen(\"{url}\", timeout=5).read().decode())'"
+
+
 def _quietly(asked: Callable[[], bool]) -> bool:
     """False where it cannot be asked yet."""
     try:
@@ -123,10 +129,9 @@ def _quietly(asked: Callable[[], bool]) -> bool:
 
 
 class Stream:
-    """One streamed chat. `status`: None until the head of its answer came; `how`: finish, error, cut, refused; None while it goes on."""
+    """One streamed chat. `how`: finish, error, cut or refused; None while it goes on."""
 
     def __init__(self, network: str, url: str, tokens: int) -> None:
-        self.status: int | None = None
         self.how: str | None = None
         self.events = 0
         self.ended = 0.0
@@ -142,7 +147,6 @@ class Stream:
         enter_network(self._network)
         try:
             with httpx.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, timeout=90) as reply:
-                self.status = reply.status_code
                 self.how = self._read(reply)
         except httpx.TransportError as error:
             self.how = f"cut: {type(error).__name__}"
