@@ -7,6 +7,7 @@ machine's init is pulling the plug; taking its link down is losing the network w
 import ctypes
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import which
 from typing import TypeVar
 
 from tests.support.repo_rules import ROOT
@@ -22,7 +22,7 @@ from tests.support.stack.serve_process import wait
 
 T = TypeVar("T")
 
-CAN_MAKE = os.geteuid() == 0 and all(map(which, ("ip", "unshare", "nsenter")))
+CAN_MAKE = os.geteuid() == 0 and all(map(shutil.which, ("ip", "unshare", "nsenter")))
 REASON = "machines in namespaces need root, ip, unshare and nsenter"
 CLIENT = "10.77.0.254"  # the address of the switch, where the tests' clients are
 INIT = """
@@ -158,6 +158,7 @@ def machines(folder: Path, count: int) -> Iterator[Machines]:
             if hasattr(machine, "init"):
                 machine.kill()
             subprocess.run(["ip", "netns", "del", machine.namespace], check=False, capture_output=True)
+            shutil.rmtree(machine.folder, ignore_errors=True)  # its sockets
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
