@@ -6,7 +6,7 @@
 #   make quality [QUALITY_ARGS=...]         the nano models' exam: every setup against transformers, every planted fault
 #   make lint | bench | clean                ruff, mypy and sizes | benchmarks | remove what the tools leave behind (not .venv)
 #   make pictures                           draws the boards of a live run, and steps of load
-#   make docs                               writes docs/settings.md and dashboards/METRICS.md from the declarations
+#   make docs                               writes docs/settings.md, dashboards/METRICS.md and deploy/haproxy_errors
 #   make install-gpu                         adds the extra [gpu]
 #
 # PYTHON (3.11 or 3.12) makes the virtual environment; pip's own settings decide where packages, and so torch's build, come from.
@@ -69,6 +69,7 @@ bench: $(VENV)/.installed-test
 docs: $(VENV)/.installed-serve
 	$(BIN)/python -m tests.support.settings_reference
 	$(BIN)/python -m tests.support.monitoring.metrics_reference
+	$(BIN)/python -m tests.support.edge.haproxy_errors
 
 pictures: $(VENV)/.installed-test
 	$(BIN)/python -m tests.support.stack.live_stack dashboards/pictures

@@ -138,6 +138,11 @@ class ReplicaRegistry(Collector):
         if len(self._gone) > _REMEMBERED:
             del self._gone[next(iter(self._gone))]
 
+    def left_applications(self) -> set[str]:
+        """Return the applications that had replicas, once none has any; empty before."""
+        with self._lock:
+            return set() if self._members else {application for application, _ in self._retired}
+
     # -- Prometheus
 
     def targets(self) -> HttpSdList:

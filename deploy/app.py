@@ -28,7 +28,7 @@ from cluster.gauges import read_gauges
 from cluster.group import Group
 from cluster.health import Death, Watcher
 from dashboards.exporter import Exporter, Facts
-from deploy import environment
+from deploy import environment, ray_private
 from deploy.edge.freed_memory import keep_large_blocks_apart
 from deploy.edge.grammar_process import complaint
 from deploy.edge.keys.key_ring import KeyRing
@@ -40,7 +40,7 @@ from deploy.edge.service import Service
 from deploy.edge.service_settings import Defaults, ServiceSettings, audio_row_samples, media_kinds
 from deploy.edge.side_pool import SidePool
 from deploy.models.fingerprint import fingerprint
-from deploy.nodes import check_nodes, gpus_of, replica_resources
+from deploy.nodes import check_host_of_nodes, check_nodes, gpus_of, replica_resources
 from deploy.placement import place
 from deploy.ports import check_port
 from deploy.registry import HeartbeatSender, RayRegistryClient, target_here
@@ -55,11 +55,6 @@ from engine.front.text import TextProcessor
 FLUSH_S = 0.3
 DRAIN_MARGIN_S = 10.0  # beyond the deadline of the last request: a replica that goes (fewer replicas, a new build) cuts no answer
 
-_COSTLY_DEFAULTS = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "Ray's Python proxy carries the streams (several times the CPU)",
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "slow readers' text piles up in Serve",
-}
-
 logger = logging.getLogger("ray.serve")
 
 
@@ -67,7 +62,10 @@ def build(args: ServeConfig) -> Application:
     """Makes the application for the YAML's `args`. ConfigError of one line: which key, or what the cluster lacks."""
     settings = Settings.read(args)
     environment.refuse_kernels_distribution()
-    check_nodes(settings, gpus_of(ray.nodes()))
+    gpus = gpus_of(ray.nodes())
+    if len(gpus) > 1:
+        check_host_of_nodes(ray_private.http_host(), len(gpus))
+    check_nodes(settings, gpus)
     options = deployment_options(settings)
     return Quartet.options(**options).bind(msgspec.to_builtins(settings))  # type: ignore[attr-defined]
 
@@ -109,10 +107,11 @@ class Quartet:
         self._settings = Settings.read(args)
         logs.install(self._settings.logs)
         keep_large_blocks_apart()
-        _warn_about_ray_settings()
+        _warn_about_environment(self._settings)
         self._keys = KeyRing(self._settings.keys) if self._settings.keys.needed else None
         metrics = self._settings.metrics
-        check_port(metrics.host, metrics.port, "metrics.port 0 is a free one for each replica", least=0)
+        self._metrics_host = metrics.host or ray.util.get_node_ip_address()
+        check_port(self._metrics_host, metrics.port, "metrics.port 0 is a free one for each replica", least=0)
         config = place(self._settings)
         self._encoders, self._media_preparer = config.media, MediaPreparer()
         if self._encoders:
@@ -145,7 +144,7 @@ class Quartet:
             ttft_objective_s=metrics.ttft_objective_s,
             tpot_objective_s=metrics.tpot_objective_s,
         ))
-        exporter_url = self._exporter.serve(metrics.host, metrics.port)
+        exporter_url = self._exporter.serve(self._metrics_host, metrics.port)
         self._demand = Demand(config.max_seqs, metrics.ttft_objective_s)
         self._client = EngineClient(group.front_socket, sink=to_each(self._exporter, self._demand))
         self._exporter.read_gauges = partial(read_gauges, group, self._client)
@@ -240,14 +239,11 @@ class Quartet:
         self._exporter.close()
 
 
-def _warn_about_ray_settings() -> None:
-    """Logs, once a replica, the settings that a plain `ray start` leaves at costly defaults."""
-    if (niceness := os.nice(0)) > 0:
-        logger.warning("this replica runs at niceness %d, and so do its ranks: start Ray with RAY_worker_niceness=0", niceness)
-    for name, cost in _COSTLY_DEFAULTS.items():
-        if os.environ.get(name) != environment.RAY[name]:
-            logger.warning("%s: start Ray with %s=%s", cost, name, environment.RAY[name])
-    if not os.environ.get("RAY_AUTH_MODE"):
-        logger.warning("RAY_AUTH_MODE is not set: its default differs between ray.init and ray start; set it to token or disabled")
-
-
+def _warn_about_environment(settings: Settings) -> None:
+    """Logs, once a replica, what Ray was started without."""
+    if names := environment.missing(os.environ, settings):
+        logger.warning(
+            "Ray was started without %s: errors, limits, keys, clients' addresses and recovery are not as documented. Before "
+            '`ray start`, run eval "$(quartet env --for head CONFIG)" on the head, and with --for node on other nodes',
+            ", ".join(names),
+        )

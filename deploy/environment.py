@@ -1,7 +1,7 @@
 """Every environment variable that Quartet sets for Ray, with its reason, and the few it reads itself.
 
-Ray reads these when its processes start: they must stand before `import ray`, in the process that starts Ray. Whatever the
-user has set already stays.
+Ray reads these when its processes start: they must be set before `import ray`, in the process that starts Ray. `prepare` sets them
+where `quartet serve` starts Ray itself; what the user has set already stays. For `ray start`, `quartet env` prints them.
 """
 
 import os
@@ -11,6 +11,11 @@ import shutil
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+import msgspec
+
+from cluster.children import python_path
+from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, LimitSettings, guard_limits
+from deploy.settings import Settings
 from engine.attention.flashinfer_files import installed, package_folder
 from engine.errors import ConfigError
 
@@ -18,7 +23,6 @@ RAY: dict[str, str] = {
     "RAY_worker_niceness": "0",  # Ray runs workers at nice 15, which ranks would inherit
     "RAY_worker_oom_score_adjustment": "0",  # Ray offers workers to the kernel's OOM killer first
     "RAY_AUTH_MODE": "token",  # loopback is open to every user of the machine, and Ray runs whatever code it is given
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # one machine: puts Ray's processes on loopback
     "RAY_USAGE_STATS_ENABLED": "0",  # no calls home
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # HAProxy in front of the replicas: a tenth of the CPU per streamed token
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # the default of 30 s delays every restart and every end
@@ -30,8 +34,18 @@ RAY: dict[str, str] = {
     # between its threads Serve has a queue without a bound: what a slow reader does not take would pile up there, unseen
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # the default cuts streams that are open 120 s after HAProxy was reloaded
+    # A replica's port rests after its end, as an old HAProxy may still send a request there. By default it rests for the hour of
+    # hard-stop, and a node has 96 ports: after 96 starts in an hour none started any more. With 120 s 2000 starts an hour find one.
+    "RAY_SERVE_PORT_QUARANTINE_S": "120",
     "RAY_SERVE_LOG_TO_STDERR": "0",  # a line a request belongs into Serve's log files, not on the terminal
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",  # ten times a second by default, for figures scraped every few seconds
+}
+ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # puts Ray's processes on loopback
+# A node that does not answer is dead after 3 x (1 + 2.5) s. Ray's defaults took 62 s, in which Serve placed no other replica.
+HEAD = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2500",
+    "RAY_health_check_failure_threshold": "3",
 }
 CORES_PER_HAPROXY_THREAD = 8  # a thread carries some 40 000 tokens a second; fewer threads wake up less often for each
 MAX_HAPROXY_THREADS = 4  # Serve's default
@@ -47,16 +61,16 @@ HAPROXY_FILES = {
 
 
 def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, int]) -> None:
-    """Sets what Ray must find. `private`: a folder for Ray's token and for HAProxy's files, whose default is one folder in /tmp."""
+    """Sets what Ray must find on this machine. `private`: a folder for Ray's token and for HAProxy's files, whose default is one
+    folder in /tmp."""
     values: dict[str, object] = {
         **RAY,
+        **ONE_MACHINE,
         **ports,
         **{name: private / file for name, file in HAPROXY_FILES.items()},
-        "RAY_SERVE_HAPROXY_NBTHREAD": haproxy_threads(len(os.sched_getaffinity(0))),
-        "RAY_SERVE_HAPROXY_MAXCONN": haproxy_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
+        **haproxy_sizes(),
+        **haproxy_paths(),
     }
-    if binary := haproxy_binary():
-        values |= {"QUARTET_HAPROXY": binary, "QUARTET_ERRORS": private, "RAY_SERVE_HAPROXY_BINARY_PATH": WRAPPER}
     for name, value in values.items():
         environ.setdefault(name, str(value))
     if environ["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environ.keys():
@@ -65,6 +79,43 @@ def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, i
         token.write_text(secrets.token_hex(32))
         environ["RAY_AUTH_TOKEN_PATH"] = str(token)
     environ.pop("PYTHONBREAKPOINT", None)
+
+
+def for_ray_start(*, head: bool) -> dict[str, str]:
+    """Returns what `ray start` must find on the head node, or on another one. The paths are this machine's."""
+    return RAY | (HEAD if head else {}) | haproxy_paths() | {"PYTHONPATH": python_path(os.environ)}
+
+
+def guard(settings: Settings, host: str) -> dict[str, str]:
+    """Returns what the guard around Serve reads, where the API listens at `host`."""
+    keys = settings.keys
+    values = {LIMITS_VARIABLE: guard_limits(settings.limits, host, keys=keys.needed)}
+    if keys.needed:
+        values[KEYS_VARIABLE] = msgspec.json.encode(keys).decode()
+    return values
+
+
+def missing(environ: Mapping[str, str], settings: Settings) -> list[str]:
+    """Lists the variables that a replica's Ray was started without, sorted."""
+    needed = {*RAY, *haproxy_paths()}
+    if settings.limits != LimitSettings():
+        needed.add(LIMITS_VARIABLE)
+    if settings.keys.needed:
+        needed.add(KEYS_VARIABLE)
+    return sorted(needed - environ.keys())
+
+
+def haproxy_paths() -> dict[str, str]:
+    """Returns what makes Serve start HAProxy by deploy/haproxy.sh; nothing where there is no HAProxy."""
+    binary = haproxy_binary()
+    return {"QUARTET_HAPROXY": binary, "RAY_SERVE_HAPROXY_BINARY_PATH": str(WRAPPER)} if binary else {}
+
+
+def haproxy_sizes() -> dict[str, str]:
+    """Returns how many threads and connections HAProxy may have on this machine."""
+    threads = haproxy_threads(len(os.sched_getaffinity(0)))
+    connections = haproxy_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    return {"RAY_SERVE_HAPROXY_NBTHREAD": str(threads), "RAY_SERVE_HAPROXY_MAXCONN": str(connections)}
 
 
 def haproxy_threads(cores: int) -> int:

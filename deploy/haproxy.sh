@@ -1,11 +1,14 @@
 #!/bin/sh
-# Starts HAProxy for Ray Serve, and first edits the configuration behind -f, which Ray writes anew before each start:
+# Starts HAProxy for Ray Serve. Ray writes the configuration anew before each start; this script edits it first:
 #
-#   statistics, metrics   bound to loopback; Serve's template binds both ports to every interface
+#   statistics, metrics   bound to loopback; Serve's template binds both ports to every interface. The API's own bind stays as it is
 #   X-Forwarded-For       carries the client's address
 #   timeout http-request  bounds how long a request's head may take; Serve only has the hour that a client may be silent
 #   http-server-close     gives each request a connection of its own to the replica. When a reused one is lost, HAProxy closes the
 #                         client's without a word, and trusts the client to ask again
+#   srvtcpka, tcp-ut      end the connections to a node that lost its power or its network after 9 s, whether or not data is in
+#                         flight. Nothing else does: a stream may be silent for minutes, so there is no `timeout server`.
+#                         2.8.25 takes tcp-ut on a default-server line and ignores it
 #   splice-request        is taken out: with it HAProxy does not see a client leave whose body came after its head, until the answer
 #                         comes, and the engine works on for nobody (seen with 2.8.25)
 #   errorfile             errors have OpenAI's shape where no replica answers or is asked. What is not HTTP gets HAProxy's own texts
@@ -16,10 +19,11 @@
 #   stick-table           with QUARTET_CONNECTIONS_PER_ADDRESS, bounds the connections of an address. Behind another proxy all
 #                         clients have one address
 #
-# Ray finds this file by RAY_SERVE_HAPROXY_BINARY_PATH.
+# Ray finds this file by RAY_SERVE_HAPROXY_BINARY_PATH. `python -m tests.support.edge.haproxy_errors` writes the errors.
 set -eu
+errors=$(dirname "$0")/haproxy_errors
 ours="option forwardfor\n    option http-server-close\n    timeout http-request ${QUARTET_HEAD_TIMEOUT:-10s}"
-errors=${QUARTET_ERRORS:-}
+ours="$ours\n    option srvtcpka\n    srvtcpka-idle 3s\n    srvtcpka-intvl 2s\n    srvtcpka-cnt 3"
 json="content-type application/json file $errors"
 known="{ method GET HEAD POST PUT PATCH DELETE OPTIONS TRACE }"
 other="hdr allow \"GET, POST\" unless $known"
@@ -31,12 +35,13 @@ counted="$counted\n    tcp-request connection reject if { sc0_conn_cur gt $limit
 before=""
 for argument in "$@"; do
     if [ "$before" = "-f" ]; then
-        [ -z "$errors" ] || sed -i -e "s#^\( *errorfile \(50[234]\)\) .*#\1 $errors/\2.http#" \
+        sed -i -e "s#^\( *errorfile \(50[234]\)\) .*#\1 $errors/\2.http#" \
             -e "s#^\( *http-request return status 404\) content-type text/plain lf-string .*#    http-request deny deny_status 503 if { path_beg / }\n\1 $json/404.json#" \
             -e "s#^frontend http_frontend\$#&\n    http-request return status 405 $json/405.json $other\n    $gone#" "$argument"
         sed -i -e "s#^frontend http_frontend\$#&\n    $method#" -e 's/ method=%HM / method=%[var(txn.method)] /' "$argument"
         [ -z "$limit" ] || sed -i "s#^frontend http_frontend\$#&\n    $counted#" "$argument"
-        sed -i -e 's/^\( *bind \)\**:\([0-9][0-9]*\)/\1127.0.0.1:\2/' -e '/^ *option splice-request$/d' \
+        sed -i -e '/^frontend http_frontend$/,/^backend/!s/^\( *bind \)\**:\([0-9][0-9]*\)/\1127.0.0.1:\2/' -e '/^ *option splice-request$/d' \
+            -e 's/^ *server .*$/& tcp-ut 8s/' \
             -e "/^defaults/,/^frontend/s/^ *mode http\$/&\n    $ours/" "$argument"
     fi
     before=$argument

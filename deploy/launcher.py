@@ -19,13 +19,11 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import NoReturn
 
-import msgspec
-
 from cluster.attention_choice import attention_here
 from cluster.capability import probe
 from cluster.children import python_path
 from deploy import environment
-from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, WILDCARDS, guard_limits, url_host
+from deploy.edge.edge_settings import WILDCARDS, url_host
 from deploy.edge.keys.key_file import parse, read
 from deploy.haproxy_status import routed
 from deploy.nodes import check_nodes, check_replicas
@@ -102,7 +100,8 @@ class Launch:
         self._ports.keep_api(*self.address)
         check_host(self.address[0])
         settings = self.settings
-        check_port(settings.metrics.host, settings.metrics.port, "metrics.host and metrics.port choose another", least=0)
+        metrics = settings.metrics
+        check_port(metrics.host or "127.0.0.1", metrics.port, "metrics.host and metrics.port choose another", least=0)
         if settings.logs.folder is not None:
             check_log_folder(settings.logs.folder)
         if settings.keys.needed:
@@ -116,13 +115,11 @@ class Launch:
         """Do everything behind `check` until the first request can be answered. ConfigError: it cannot run like this; EngineDead:
         it did not."""
         (self.folder / _OWNER).write_text(str(os.getpid()))
-        from deploy import ingress_errors  # starlette and numpy come with it, which `quartet --help` does without
-
-        ingress_errors.write(self.folder)
         adopt_orphans()
         environment.prepare(os.environ, self.folder, self._ports.choose(os.getpid()))
         os.environ["PYTHONPATH"] = python_path(os.environ)
-        self._guard()
+        for name, value in environment.guard(self.settings, self.address[0]).items():
+            os.environ.setdefault(name, value)
         from deploy.serve_schema import check_schema  # Serve reads the environment when it is imported
 
         check_schema(self.config, "the config")
@@ -132,13 +129,6 @@ class Launch:
         self._wait_running()
         self._wait_answering()
         self.drains = True
-
-    def _guard(self) -> None:
-        """Tell the guard around Serve, which has only the environment to read."""
-        keys = self.settings.keys
-        os.environ.setdefault(LIMITS_VARIABLE, guard_limits(self.settings.limits, self.address[0], keys=keys.needed))
-        if keys.needed:
-            os.environ.setdefault(KEYS_VARIABLE, msgspec.json.encode(keys).decode())
 
     def _init_ray(self) -> None:
         """Start Ray's servers. EngineDead: they did not come."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from deploy.edge.edge_settings import LOOPBACK_NAMES, url_host
 from deploy.settings import DEPLOYMENT, ServeConfig, Settings, deployments
 from engine.errors import ConfigError
 
@@ -20,6 +21,15 @@ def check_nodes(settings: Settings, gpus: Sequence[int]) -> None:
             f"tp {tp} needs {tp} GPUs on one node; the largest of {len(gpus)} node(s) has {largest}. "
             "Without GPUs, deploy/nano.yaml runs the embedded nano model on CPU; "
             "for a cluster that starts GPU nodes on demand, set wait_for_nodes: true"
+        )
+
+
+def check_host_of_nodes(host: str, nodes: int) -> None:
+    """Raises ConfigError where replicas of several nodes would listen on loopback: HAProxy of another node could not reach them."""
+    if url_host(host) in LOOPBACK_NAMES:
+        raise ConfigError(
+            f"http_options.host: {host}: this cluster has {nodes} nodes, and a replica on loopback is reached from its own alone: "
+            "set 0.0.0.0, and keys, as whoever reaches the port may use it (docs/deployment.md)"
         )
 
 

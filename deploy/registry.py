@@ -6,6 +6,7 @@ register everybody again within a second, and its counters begin at zero, as a r
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,31 +17,56 @@ from ray.exceptions import RayError
 
 from dashboards.discovery import DiscoveryServer, HttpSdList, ReplicaRegistry, ScrapeTarget
 from dashboards.series import Counts
+from deploy import ray_private
 from deploy.edge.edge_settings import WILDCARDS, url_host
 from deploy.settings import DiscoverySettings
 from engine.errors import ConfigError
 
 NAME = "quartet-discovery"
 PERIOD_S = 1.0
+END_CHECK_S = 5.0
 
 logger = logging.getLogger("ray.serve")
 
 
 class Discovery(ReplicaRegistry):
-    """The actor: the replica registry, and its HTTP endpoint."""
+    """The actor: the replica registry, and its HTTP endpoint.
 
-    def __init__(self, host: str, port: int) -> None:
+    `end` is called once no replica is left and Serve has none of their applications.
+    """
+
+    def __init__(self, host: str, port: int, end: Callable[[], None] | None = None) -> None:
         super().__init__()
         for address in ((host, port), (host, 0), ("127.0.0.1", 0)):  # an actor that cannot be made would be made again and again
             try:
                 self._server = DiscoveryServer(self, *address, ray_exporters)
-                return
+                break
             except ConfigError as error:
                 logger.warning("%s: another is tried", error)
+
+        if end is not None:
+            threading.Thread(target=self._end_after_applications, args=(end,), name="end of discovery", daemon=True).start()
+
+    def _end_after_applications(self, end: Callable[[], None]) -> None:
+        while not self._is_over():
+            time.sleep(END_CHECK_S)
+        end()
+
+    def _is_over(self) -> bool:
+        """Whether no replica is left, and Serve has given up every application whose replicas there were."""
+        if not (applications := self.left_applications()):
+            return False
+        present = ray_private.application_names()
+        return present is not None and not applications & present
 
     def url(self) -> str:
         """Return the address of the http_sd list."""
         return self._server.url
+
+
+def end_this_actor() -> None:
+    """Ends the actor that calls it for good: Ray would start one anew that only exits."""
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 @dataclass
@@ -56,7 +82,7 @@ class RayRegistryClient:
             if self._actor is None:
                 options = {"name": NAME, "namespace": "quartet", "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
                 actor_class = ray.remote(Discovery).options(num_cpus=0, resources={"node:__internal_head__": 0.001}, **options)
-                self._actor = actor_class.remote(self.settings.host, self.settings.port)
+                self._actor = actor_class.remote(self.settings.host, self.settings.port, end_this_actor)
             return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
         except RayError:
             self._actor = None  # it may have been killed: the next call looks for it, or starts another

@@ -7,10 +7,8 @@ up from zero replicas, it is UPDATING or UPSCALING.
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
-from ray.serve.context import _get_global_client
-from ray.serve.exceptions import RayServeException
 
+from deploy import ray_private
 from deploy.edge import http_protocol, limits
 
 _LOST = ("UNHEALTHY", "DEPLOY_FAILED")
@@ -29,8 +27,8 @@ def routes() -> dict[str, bool]:
     Empty while Serve's controller does not answer: it may be starting again.
     """
     try:
-        applications = _get_global_client().get_serve_details()["applications"].values()
-    except (RayError, RayServeException):
+        applications = ray_private.serve_details()["applications"].values()
+    except ray_private.UNANSWERED:
         return {}
     return {app["route_prefix"] or "/": any(map(is_lost, app["deployments"].values())) for app in applications}
 

@@ -49,8 +49,8 @@ class DiscoverySettings(FrozenStruct):
 class MetricsSettings(FrozenStruct):
     """Where the exporter of each replica listens, and by what it judges."""
 
-    host: Host = "127.0.0.1"
-    """address of each replica's exporter"""
+    host: Host | None = None
+    """address of each replica's exporter; none: that by which Ray knows its node, which is loopback under the CLI"""
     port: Port = 0
     """port of the exporter; 0: a free one, written to the log and to /health/ready"""
     ttft_objective_s: Duration = 1.0

@@ -13,6 +13,7 @@ import msgspec
 
 from deploy.cli.model_files import check_drafter, check_files
 from deploy.cli.output import OK, Subparsers, command, emit
+from deploy.edge.edge_settings import LOOPBACK_NAMES, url_host
 from deploy.edge.keys.key_file import parse, read
 from deploy.models.resolve import is_here
 from deploy.placement import drafter_folder
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
             *deployment_notes(app, settings),
             *model_notes(settings),
             *key_notes(http, settings),
+            *node_notes(config, http, settings),
             *time_notes(app, http, settings),
         ]
     except ConfigError as error:
@@ -71,6 +73,16 @@ def deployment_notes(app: ServeConfig, settings: Settings) -> Iterator[str]:
                 yield f"{name} {most} is below limits.requests {settings.limits.requests}: beyond it Serve refuses in its own words"
         if settings.needs_gpus and gpus != settings.tp:
             yield f"num_gpus is {gpus}, but tp needs {settings.tp}: Ray would place replicas where they cannot run"
+
+
+def node_notes(config: ServeConfig, http: ServeConfig, settings: Settings) -> Iterator[str]:
+    """Notes which addresses of this config are no use on several machines."""
+    if config.get("proxy_location", "EveryNode") != "EveryNode":
+        return
+    if url_host(str(http.get("host", "127.0.0.1"))) in LOOPBACK_NAMES:
+        yield "http_options.host is on loopback: for one machine; a cluster of several is refused (docs/deployment.md)"
+    if settings.metrics.host is not None and url_host(settings.metrics.host) in LOOPBACK_NAMES:
+        yield f"metrics.host {settings.metrics.host}: Prometheus sees no replica of another machine than its own"
 
 
 def key_notes(http: ServeConfig, settings: Settings) -> Iterator[str]:

@@ -62,6 +62,7 @@ def look(path: Path | None, other: ComputeCapability | None, *, kernels: bool) -
     settings = read_settings(config, str(path)) if path else Settings(model="any")
     yield from checks.software()
     yield from checks.devices(capability)
+    yield checks.compiler(capability)
     yield from checks.attention(capability, settings, other)
     if kernels:
         yield checks.kernels()

@@ -9,6 +9,7 @@ import platform
 import resource
 import shutil
 import subprocess
+import sysconfig
 import tomllib
 from itertools import combinations
 from pathlib import Path
@@ -76,6 +77,17 @@ def devices(node: Capability) -> Findings:
     if torch.endswith("+cpu"):
         yield Finding("torch-cuda", "fail", f"torch {torch} has no CUDA", "install the CUDA build of the same version")
     yield links([gpu.index for gpu in node.gpus])
+
+
+def compiler(node: Capability) -> Finding:
+    """Looks for what Triton compiles its launchers with, at the first launch of a kernel on a GPU."""
+    choices = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    found = next(filter(None, map(shutil.which, choices)), None)
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    lacking = [*([] if found else [" or ".join(choices)]), *([] if header.is_file() else [str(header)])]
+    detail = f"{found} with {header}" if not lacking else f"there is no {' and no '.join(lacking)}"
+    advice = "Triton compiles its launchers with it at a replica's start: apt-get install gcc libc6-dev python3-dev"
+    return checked("c compiler", not lacking, detail, advice, "fail" if node.gpus else "warn")
 
 
 def attention(node: Capability, settings: Settings, other: ComputeCapability | None) -> Findings:

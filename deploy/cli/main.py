@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.cli import check_config_command, doctor_command, key_command, plan_command, serve_command
+from deploy.cli import check_config_command, doctor_command, env_command, key_command, plan_command, serve_command
 from deploy.cli.output import CANNOT
 from engine.errors import ConfigError
 
-COMMANDS = (serve_command, check_config_command, doctor_command, plan_command, key_command)
+COMMANDS = (serve_command, check_config_command, doctor_command, plan_command, env_command, key_command)
 
 HELP = """\
 from nothing to tokens:
@@ -24,6 +24,7 @@ from nothing to tokens:
   quartet plan --model 31b --tp 4 --gpu h200   will it fit, and how much runs at once
   quartet check-config deploy/gemma4.yaml      what is wrong with a config
   quartet serve deploy/nano.yaml               start Ray and serve; Ctrl-C drains
+  quartet env --for head deploy/gemma4.yaml    what `ray start` needs in its environment on a standing cluster
   quartet key new --name alice                 an API key, and the line of it for the file of keys
 
 `quartet COMMAND --help` has examples. Every command but serve takes --json.

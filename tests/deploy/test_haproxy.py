@@ -1,114 +1,61 @@
 """What HAProxy answers by itself and says of its servers, through the real binary and the wrapper that Serve starts it by."""
 
 import json
-import os
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from deploy import ingress_errors
 from deploy.edge.scope import client_address
 from deploy.environment import WRAPPER, haproxy_binary
 from deploy.haproxy_status import routed
+from engine.errors import EngineDead, Overloaded
+from tests.support.edge import haproxy_errors
 from tests.support.edge.api_client import error_of
 from tests.support.edge.http_edge import asgi_server
-from tests.support.stack.serve_process import free_port, is_free, wait
+from tests.support.stack.haproxy_process import PLAIN, haproxy
+from tests.support.stack.serve_process import free_port, wait
 
 pytestmark = [pytest.mark.pure, pytest.mark.skipif(haproxy_binary() is None, reason="no HAProxy here"), pytest.mark.alone]
 
-CONFIG = """
-global
-    stats socket {folder}/admin.sock level admin
-
-defaults
-    mode http
-    timeout client 5s
-    timeout connect 100ms
-    timeout server {server_timeout}
-    option abortonclose
-    option splice-request
-    errorfile 502 {folder}/500.http
-    errorfile 503 {folder}/500.http
-    errorfile 504 {folder}/500.http
-
-frontend http_frontend
-    bind *:{port}
-    {route}
-    default_backend default_backend
-
-backend default_backend
-    http-request return status 404 content-type text/plain lf-string "Path '%[path]' not found."
-
-backend replica
-    http-reuse always
-    server one 127.0.0.1:{behind}
-
-backend at_zero_replicas
-    server fallback 127.0.0.1:{behind} backup
-"""  # the lines of Serve's template that matter here
-
-
-@contextmanager
-def haproxy(
-    folder: Path,
-    behind: int,
-    errors: Path | None,
-    wrapper: Path | str = WRAPPER,
-    head_timeout: str = "10s",
-    server_timeout: str = "10s",
-    route: str = "use_backend replica if { path_beg / }",
-) -> Iterator[str]:
-    """HAProxy before the port `behind`, with our files in `folder`; the URL."""
-    ingress_errors.write(folder)
-    (folder / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\nInternal Server Error")
-    port = free_port()
-    path = folder / "haproxy.cfg"
-    path.write_text(CONFIG.format(folder=folder, port=port, behind=behind, server_timeout=server_timeout, route=route))
-    environ = {**os.environ, "QUARTET_HAPROXY": haproxy_binary() or "", "QUARTET_ERRORS": str(errors or "")}
-    environ["QUARTET_HEAD_TIMEOUT"] = head_timeout
-    process = subprocess.Popen([str(wrapper), "-db", "-f", str(path)], env=environ, stderr=subprocess.DEVNULL)
-    try:
-        wait(lambda: not is_free(port), 10)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait(10)
-        (folder / "admin.sock").unlink(missing_ok=True)
+def test_the_committed_errors_are_those_of_the_edge() -> None:
+    """`python -m tests.support.edge.haproxy_errors` would change nothing. Planted: another sentence is another file."""
+    committed = {path.name: path.read_bytes() for path in haproxy_errors.FOLDER.iterdir()}
+    assert committed == haproxy_errors.files()
+    assert haproxy_errors.reply(EngineDead("x")) == committed["503.http"] != haproxy_errors.reply(Overloaded("x"))
 
 
 def test_where_no_replica_answers_the_error_is_openais(tmp_path: Path) -> None:
     """Nobody behind it: 503 with Retry-After and the code of a lost engine; Serve's own file is a plain-text 500."""
-    with haproxy(tmp_path, free_port(), tmp_path) as url:
+    with haproxy(tmp_path, free_port()) as url:
         reply = httpx.get(f"{url}/v1/models")
     error = error_of(reply, 503)
     assert (error["code"], "starting or stopping" in error["message"]) == ("engine_restarting", True)
     assert int(reply.headers["retry-after"]) >= 1
     assert reply.headers["content-type"] == "application/json"
-    with haproxy(tmp_path, free_port(), None) as url:
+    with haproxy(tmp_path, free_port(), PLAIN) as url:
         assert httpx.get(f"{url}/v1/models").text == "Internal Server Error"
 
 
 def test_where_there_is_no_application_the_error_is_that_of_a_lost_engine(tmp_path: Path) -> None:
     """HAProxy that is started anew, Serve's proxy at a drain, and after a deployment that failed: 503 with Retry-After in OpenAI's
     shape. Planted: Serve's configuration, a 404, and a 503 in plain text."""
-    for errors, status in ((tmp_path, 503), (None, 404)):
-        with asgi_server(say_missing) as behind, haproxy(tmp_path, behind, errors, route="") as url:
+    for wrapper, status in ((WRAPPER, 503), (PLAIN, 404)):
+        with asgi_server(say_missing) as behind, haproxy(tmp_path, behind, wrapper, route="") as url:
             unknown = httpx.post(f"{url}/v1/chat/completions", json={})
-        with asgi_server(say_missing) as behind, haproxy(tmp_path, behind, errors) as url:
+        with asgi_server(say_missing) as behind, haproxy(tmp_path, behind, wrapper) as url:
             replies = [unknown, httpx.get(f"{url}/text/plain"), httpx.get(f"{url}/application/json")]
             failed = [httpx.get(f"{url}/{kind}?status=503") for kind in ("text/plain", "application/json")]
         assert [reply.status_code for reply in replies] == [status, status, 404]
         assert [reply.headers.get("retry-after") for reply in replies] == [*["5" if status == 503 else None] * 2, None]
         assert [reply.status_code for reply in failed] == [503, 503]
-        assert [reply.headers.get("retry-after") for reply in failed] == ["5" if errors else None, None]
-        if errors:
+        assert [reply.headers.get("retry-after") for reply in failed] == ["5" if wrapper == WRAPPER else None, None]
+        if wrapper == WRAPPER:
             assert error_of(failed[0], 503)["code"] == "engine_restarting"
 
 
@@ -116,7 +63,7 @@ def test_a_replica_that_is_killed_or_hangs_is_said_so(tmp_path: Path) -> None:
     """A connection that is closed before the reply is 503, one that stays silent is 504."""
     for closes, status, code in ((True, 503, "engine_restarting"), (False, 504, "deadline_exceeded")):
         waits = "10s" if closes else "300ms"
-        with silent_server(closes=closes) as port, haproxy(tmp_path, port, tmp_path, server_timeout=waits) as url:
+        with silent_server(closes=closes) as port, haproxy(tmp_path, port, server_timeout=waits) as url:
             reply = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=20)
         assert error_of(reply, status)["code"] == code
 
@@ -134,11 +81,10 @@ def test_a_replica_that_is_lost_after_a_request_is_said_so(tmp_path: Path, keeps
             assert client.post("/v1/completions", json={"prompt": "x"}).text == "ok"
             return client.post("/v1/completions", json={"prompt": "x"})
 
-    with silent_server(closes=True, answers=1) as port, haproxy(tmp_path, port, tmp_path) as url:
+    with silent_server(closes=True, answers=1) as port, haproxy(tmp_path, port) as url:
         assert second(url).json()["error"]["code"] == "engine_restarting"
-    plain = haproxy_binary() or ""
     unanswered = pytest.raises(httpx.RemoteProtocolError, match="without sending a response")
-    with silent_server(closes=True, answers=1) as port, haproxy(tmp_path, port, tmp_path, plain) as url, unanswered:
+    with silent_server(closes=True, answers=1) as port, haproxy(tmp_path, port, PLAIN) as url, unanswered:
         second(url)
 
 
@@ -148,15 +94,15 @@ def test_a_connection_without_a_whole_head_ends(tmp_path: Path, said: bytes) -> 
 
     Planted: Serve's configuration as it is. HAProxy's own 400 and 408 of what it cannot read have no file: they are HTML.
     """
-    for wrapper, ends in ((WRAPPER, True), (haproxy_binary() or "", False)):
-        with haproxy(tmp_path, free_port(), None, wrapper, "300ms") as url:
+    for wrapper, ends in ((WRAPPER, True), (PLAIN, False)):
+        with haproxy(tmp_path, free_port(), wrapper, head_timeout="300ms") as url:
             assert answered(url, said, 20 if ends else 1).startswith(b"HTTP/1.1 408") == ends
 
 
 def test_a_replica_hears_that_a_client_has_gone(tmp_path: Path) -> None:
     """Also of one whose body came after its head, and that leaves before its answer. Planted: Serve's configuration as it is."""
-    for wrapper, hears in ((WRAPPER, True), (haproxy_binary() or "", False)):
-        with socket.create_server(("127.0.0.1", 0)) as replica, haproxy(tmp_path, replica.getsockname()[1], None, wrapper) as url:
+    for wrapper, hears in ((WRAPPER, True), (PLAIN, False)):
+        with socket.create_server(("127.0.0.1", 0)) as replica, haproxy(tmp_path, replica.getsockname()[1], wrapper) as url:
             client = socket.create_connection(address(url), timeout=20)
             client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n")
             made, _ = replica.accept()
@@ -173,14 +119,14 @@ def test_a_replica_hears_that_a_client_has_gone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("line", "status"), [("OPTIONS *", 404), ("GET health", 404), ("FOO /v1/models", 405)])
 def test_what_no_replica_is_asked_is_refused_in_shape(tmp_path: Path, line: str, status: int) -> None:
-    """A path of no application, a method that HTTP lacks: OpenAI's error object. Planted: without our files, Serve's text."""
+    """A path of no application, a method that HTTP lacks: OpenAI's error object. Planted: Serve's configuration as it is."""
     said = f"{line} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode()
-    with haproxy(tmp_path, free_port(), tmp_path) as url:
+    with haproxy(tmp_path, free_port()) as url:
         head, _, body = answered(url, said).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status)
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
     assert (b"allow: GET, POST" in head) == (status == 405)
-    with haproxy(tmp_path, free_port(), None) as url:
+    with haproxy(tmp_path, free_port(), PLAIN) as url:
         assert b'"error"' not in answered(url, said)
 
 
@@ -190,10 +136,10 @@ def test_methods_that_http_lacks_are_one_label(tmp_path: Path, fault: bool) -> N
     log = tmp_path / "log.sock"
     form = '"%{+Q,+E}o [serve@1 method=%HM status=%ST]"'
     route = f"option httplog\n    log {log} format rfc5424 local1 debug\n    log-format-sd {form}"
-    wrapper = haproxy_binary() or "" if fault else WRAPPER
+    wrapper = PLAIN if fault else WRAPPER
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard,
-        haproxy(tmp_path, free_port(), None, wrapper, route=route) as url,
+        haproxy(tmp_path, free_port(), wrapper, route=route) as url,
     ):
         heard.settimeout(20)
         heard.bind(str(log))
@@ -205,6 +151,15 @@ def test_methods_that_http_lacks_are_one_label(tmp_path: Path, fault: bool) -> N
             methods.append(json.loads(line.partition(b"method=")[2].partition(b" ")[0]))
     log.unlink()
     assert methods == ["GET", "POST", *(["AAAA1", "AAAA2"] if fault else ["OTHER"] * 2)]
+@pytest.mark.parametrize(("wrapper", "open_to_all"), [(WRAPPER, False), (PLAIN, True)])
+def test_the_api_listens_where_it_was_told_to_and_metrics_on_loopback(tmp_path: Path, wrapper: str, open_to_all: bool) -> None:
+    """The API at every address, HAProxy's own metrics at 127.0.0.1 alone. Planted: Serve's configuration as it is opens both."""
+    metrics_port = free_port()
+    with haproxy(tmp_path, free_port(), wrapper, metrics_port=metrics_port) as url:
+        assert httpx.get(url.replace("127.0.0.1", "127.0.0.2")).status_code >= 500
+        assert httpx.get(f"http://127.0.0.1:{metrics_port}").status_code == 200
+        with nullcontext() if open_to_all else pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.2:{metrics_port}")
 
 
 def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +186,7 @@ def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: py
     for limit in ("3", ""):
         monkeypatch.setenv("QUARTET_CONNECTIONS_PER_ADDRESS", limit)
         held = []
-        with haproxy(tmp_path, free_port(), tmp_path) as url:
+        with haproxy(tmp_path, free_port()) as url:
             wait(lambda url=url, held=held: taken(url, held) and len(held) == 3, 20)  # the first may meet the probe's connection
             assert [taken(url, held) for _ in range(3)] == [not limit] * 3
             assert taken(url, held, "127.0.0.2")
@@ -245,7 +200,7 @@ def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Pat
     """Not when only the fallback is left, which is Serve's own proxy; and none is once HAProxy has gone."""
     admin = tmp_path / "admin.sock"
     assert routed(admin) == 0
-    with haproxy(tmp_path, free_port(), None):
+    with haproxy(tmp_path, free_port()):
         assert routed(admin) == 1
     assert routed(admin) == 0
 
@@ -254,7 +209,7 @@ def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Pat
 def test_a_client_is_known_by_its_connection(tmp_path: Path, said: list[str]) -> None:
     """Whatever it says in X-Forwarded-For: HAProxy has the last word. Planted: asked without HAProxy, uvicorn believes it."""
     head = b"".join(b"X-Forwarded-For: %b\r\n" % value.encode() for value in said)
-    with asgi_server(say_address) as port, haproxy(tmp_path, port, tmp_path) as url:
+    with asgi_server(say_address) as port, haproxy(tmp_path, port) as url:
         for source in ("127.0.0.1", "127.0.0.2"):
             with socket.create_connection(address(url), timeout=20, source_address=(source, 0)) as made:
                 made.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n")

@@ -3,11 +3,12 @@
 import errno
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from typing import NoReturn
 
 import pytest
 
+from deploy import environment
 from deploy.ports import HAPROXY_PORTS, PROXY_PORTS, REPLICA_RANGE, Ports, check_port
 from engine.errors import ConfigError
 from tests.support.stack.serve_process import free_port
@@ -107,3 +108,25 @@ def test_no_port_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "socket", no_family)
     with pytest.raises(ConfigError, match=r"cannot listen on :::8000: Address family not supported by protocol \(--port"):
         check_port("::", 8000)
+
+
+@pytest.mark.parametrize(("quarantine_s", "starves"), [(environment.RAY["RAY_SERVE_PORT_QUARANTINE_S"], False), ("3630", True)])
+def test_a_thousand_starts_in_an_hour_find_a_port(quarantine_s: str, starves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own allocator, with as many ports as a launcher gives it, and a replica that fails as soon as it has started.
+
+    Planted: what follows from the hour of hard-stop without the setting, by which the ninety-seventh start finds none.
+    """
+    from ray.serve._private import node_port_manager
+
+    now = [0.0]
+    monkeypatch.setattr(node_port_manager, "RAY_SERVE_PORT_QUARANTINE_S", float(quarantine_s))
+    monkeypatch.setattr(node_port_manager.time, "monotonic", lambda: now[0])
+    with closing(Ports()) as ports:
+        least, most = (ports.choose(0)[name] for name in REPLICA_RANGE)
+    allocator = node_port_manager.PortAllocator(least, most, "HTTP", "node")
+    started = 0
+    with pytest.raises(node_port_manager.NoAvailablePortError) if starves else nullcontext():
+        for started in range(1000):
+            allocator.release(f"r{started}", allocator.allocate(f"r{started}"))
+            now[0] += 3.6
+    assert started == (most - least if starves else 999)

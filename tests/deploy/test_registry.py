@@ -125,6 +125,29 @@ def test_where_discovery_cannot_listen_another_address_is_taken(host: str, caplo
         stop(second._server)
 
 
+@pytest.mark.parametrize(
+    ("present", "is_over"), [({"quartet"}, False), (None, False), (set(), True), ({"another"}, True)], ids=str
+)
+def test_discovery_ends_with_its_applications(present: set[str] | None, is_over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once no replica is left and Serve has no application of theirs; not while it does not answer, nor at zero replicas."""
+    monkeypatch.setattr("deploy.ray_private.application_names", lambda: None if present is None else frozenset(present))
+    monkeypatch.setattr(registry, "END_CHECK_S", PERIOD_S)
+    ended = threading.Event()
+    found = Discovery("127.0.0.1", 0, ended.set)
+    try:
+        assert not found._is_over(), "a registry that was started anew knows nobody yet"
+        found.heartbeat(TARGET, COUNTS)
+        assert not found._is_over(), "a replica lives"
+        found.deregister(TARGET, None, COUNTS)
+        assert found._is_over() is is_over
+        assert ended.wait(10 if is_over else 10 * PERIOD_S) is is_over
+    finally:
+        monkeypatch.setattr("deploy.ray_private.application_names", frozenset)
+        found.deregister(TARGET, None, COUNTS)
+        assert ended.wait(10)
+        stop(found._server)
+
+
 def test_rays_exporters_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of living nodes that export; not of one that is gone or has no exporter."""
     first = {"NodeManagerAddress": "10.0.0.2", "Alive": True, "MetricsExportPort": 8080}

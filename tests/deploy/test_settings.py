@@ -14,7 +14,7 @@ import yaml
 
 from deploy import environment
 from deploy.models.resolve import resolve
-from deploy.nodes import check_nodes, check_replicas, gpus_of
+from deploy.nodes import check_host_of_nodes, check_nodes, check_replicas, gpus_of
 from deploy.placement import place
 from deploy.ports import HAPROXY_PORTS, PROXY_PORTS, REPLICA_RANGE
 from deploy.settings import Settings, read_config, read_settings
@@ -314,6 +314,15 @@ def test_replicas_that_never_fit_are_refused(options: dict[str, Any], why: str) 
     check_replicas({"applications": [{"deployments": [fine]}, {}]}, settings, there)
 
 
+def test_loopback_is_refused_on_several_nodes() -> None:
+    """As HAProxy of another node could not reach the replicas. A wildcard is fine, and so is an address of the network."""
+    for host in ("127.0.0.1", "localhost", "::1"):
+        with pytest.raises(ConfigError, match=re.escape(f"http_options.host: {host}: this cluster has 2 nodes")):
+            check_host_of_nodes(host, 2)
+    for host in ("0.0.0.0", "10.0.0.1"):
+        check_host_of_nodes(host, 2)
+
+
 def test_rays_environment_is_set_and_the_users_wins(tmp_path: Path) -> None:
     """HAProxy's files and Ray's token go to the private folder, and what stood there stays."""
     environ = {"RAY_worker_niceness": "5", "PYTHONBREAKPOINT": "ray.util.rpdb.set_trace"}
@@ -351,7 +360,7 @@ def test_every_variable_has_a_reader_in_ray() -> None:
     serve = Path(spec.origin).parent / "serve" / "_private"
     text = "".join(path.read_text() for path in (serve / "constants.py", serve / "haproxy.py"))
     ports = (*HAPROXY_PORTS, *PROXY_PORTS, *REPLICA_RANGE)
-    ours = (*environment.RAY, *environment.HAPROXY_FILES, "RAY_SERVE_HAPROXY_NBTHREAD", *ports)
+    ours = (*environment.RAY, *environment.HAPROXY_FILES, *environment.haproxy_paths(), "RAY_SERVE_HAPROXY_NBTHREAD", *ports)
     names = [name for name in ours if name.startswith("RAY_SERVE_")]
     assert len(names) > 10
     assert [name for name in names if f'"{name}"' not in text] == []

@@ -53,7 +53,7 @@ def python(*arguments: str, folder: Path = ROOT, **environ: str) -> subprocess.C
 # ---- the parser
 
 
-@pytest.mark.parametrize("command", ["", "plan", "doctor", "check-config", "key"])
+@pytest.mark.parametrize("command", ["", "plan", "doctor", "check-config", "env", "key"])
 def test_help_imports_nothing_heavy(command: str) -> None:
     """Help is printed, with examples and exit codes, and neither torch nor ray nor another large library was imported for it."""
     done = python("-c", HELP, *command.split(), "--help")
@@ -214,6 +214,19 @@ def test_gpus_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {each.name: each.state for each in checks.devices(Capability((H200, other)))}["gpus"] == "warn"
 
 
+def test_a_compiler_is_needed_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles its launchers with one: without it, or Python.h, no replica starts on GPUs. CC names another."""
+    assert checks.compiler(Capability((H200,))).state == "ok"
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert [checks.compiler(Capability(gpus)).state for gpus in ((H200,), ())] == ["fail", "warn"]
+    assert "there is no no-such-compiler" in checks.compiler(Capability((H200,))).found
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
+    found = checks.compiler(Capability((H200,)))
+    assert (found.state, found.found) == ("fail", "there is no /nowhere/Python.h")
+    assert "apt-get install gcc" in found.advice
+
+
 def test_haproxy_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The one in the wheel runs; none is a warning; one that cannot run is a failure."""
     assert checks.ingress().state == "ok"
@@ -324,6 +337,27 @@ def test_check_config_starts_nothing_and_says_what_it_could_not_check(tmp_path: 
     import ray
 
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("http", "metrics", "where", "notes"),
+    [
+        ("127.0.0.1", {}, "EveryNode", ["http_options.host is on loopback"]),
+        ("127.0.0.1", {}, "HeadOnly", []),
+        ("0.0.0.0", {}, "EveryNode", ["no keys, and http_options.host is 0.0.0.0"]),
+        ("127.0.0.1", {"host": "::1"}, "EveryNode", ["http_options.host is on loopback", "metrics.host ::1"]),
+    ],
+)
+def test_check_config_knows_what_several_machines_need(
+    http: str, metrics: dict[str, Any], where: str, notes: list[str], tmp_path: Path, capsys: Captured
+) -> None:
+    """Addresses on loopback, where every node has an ingress."""
+    path = changed(tmp_path, metrics=metrics)
+    whole = yaml.safe_load(path.read_text())
+    whole |= {"proxy_location": where, "http_options": {**whole["http_options"], "host": http}}
+    path.write_text(yaml.safe_dump(whole))
+    found = checked(path, capsys)["notes"]
+    assert [note[: len(start)] for note, start in zip(found, notes, strict=True)] == notes
 
 
 def test_check_config_knows_whose_answers_would_be_cut(tmp_path: Path, capsys: Captured) -> None:

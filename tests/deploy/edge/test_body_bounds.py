@@ -1,7 +1,6 @@
 """Bounds on parts of a body, and on the process that reads it: what is one too much is refused, what is not is read."""
 
 import resource
-import socket
 import subprocess
 import sys
 

@@ -232,7 +232,7 @@ class CountedDecoder:
 @pytest.mark.parametrize("stored", [range(8), [0, 1, 2, 4, 3, 5, 7, 6]])
 def test_decoding_begins_at_the_key_frame_before(stored: Sequence[int]) -> None:
     """Also of a frame that is shown before the key frame that it is stored after: the one before that, not the first of all."""
-    packets = [SimpleNamespace(pts=pts, is_keyframe=pts % 2 == 0 and pts > 0 or number == 0) for number, pts in enumerate(stored)]
+    packets = [SimpleNamespace(pts=pts, is_keyframe=(pts % 2 == 0 and pts > 0) or number == 0) for number, pts in enumerate(stored)]
     stream = CountedDecoder()
     chosen = list(stored).index(3)
     [shown] = videos._decoded(cast("Any", stream), cast("Any", packets), [chosen])
