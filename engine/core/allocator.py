@@ -36,7 +36,7 @@ class Allocator:
     def fitting(self, sequence: Sequence, count: int, headroom: int = 0) -> int:
         """How many of the next `count` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""
         pages = max(0, min(pool.available for pool in self.pools) - headroom)
-        return min(count, sequence.held + pages * self.page - sequence.high)
+        return min(count, sequence.held + pages * self.page - sequence.planned)
 
     def hold(self, sequence: Sequence, end: int, plan: StepPlan) -> None:
         """Take the pages for positions up to `end`."""
@@ -62,26 +62,26 @@ class Allocator:
             self._append(sequence, run, run.pages, plan)
 
     def release(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Give back the pages that no position from the edge of `low`'s page on can see."""
+        """Give back the pages that no position from the edge of `committed`'s page on can see."""
         for run in sequence.runs:
             pool, first = run.pool, run.first
-            dropped = run.drop_before(first_page(pool.group, sequence.low))
+            dropped = run.drop_before(first_page(pool.group, sequence.committed))
             if dropped:
                 pool.give(dropped)
                 plan.releases.append((pool.group.index, sequence.slot, first, len(dropped)))
-        sequence.release_at = (sequence.low // self.page + 1) * self.page
+        sequence.release_at = (sequence.committed // self.page + 1) * self.page
 
     def give_all(self, sequence: Sequence) -> None:
         """Give back every page of a sequence that leaves its slot.
 
-        Results of its rows in flight are dropped, so what they write beyond `low` is not known to be finite either.
+        Results of its rows in flight are dropped, so what they write beyond `committed` is not known to be finite either.
         """
         if sequence.not_finite:
-            self.cache.discard(self._keys(sequence, sequence.low // self.page))
-        written = max(sequence.high, sequence.dropped)
+            self.cache.discard(self._keys(sequence, sequence.committed // self.page))
+        written = max(sequence.planned, sequence.dropped)
         for run in sequence.runs:
             pool = run.pool
-            certain = 0 if sequence.not_finite else sequence.low // self.page if written > sequence.low else run.end
+            certain = 0 if sequence.not_finite else sequence.committed // self.page if written > sequence.committed else run.end
             pool.not_finite.update(page for page in run.pages[max(0, certain - run.first) :] if pool.holders[page] == 1)
             pool.give(run.pages)
 
@@ -113,7 +113,7 @@ class Allocator:
             run.first = hit.count - len(run.pages)
             run.pool.share(run.pages)
             self._append(sequence, run, run.pages, plan)
-        sequence.low = sequence.high = sequence.held = hit.count * self.page
+        sequence.committed = sequence.planned = sequence.held = hit.count * self.page
         if self._caches:
             points = {hit.branch, (sequence.prompt - 1) // self.page, *turn_ends(sequence, self.page)}
             points = {self._uncut_pages(sequence, point) for point in points}
@@ -127,7 +127,7 @@ class Allocator:
         """
         for other in prefills:
             shared = self._uncut_pages(sequence, min(equal_keys(sequence.keys, other.keys), sequence.reusable // self.page))
-            if shared * self.page > other.low and (shared - hit.count) * self.page >= gain:
+            if shared * self.page > other.committed and (shared - hit.count) * self.page >= gain:
                 if shared not in other.cache_points:
                     bisect.insort(other.cache_points, shared)
                 return True
@@ -135,18 +135,18 @@ class Allocator:
 
     def cache_passed_points(self, sequence: Sequence) -> None:
         """Cache the prefixes at the points that the sequence has passed; the last one is the prompt's end."""
-        while sequence.cache_points and sequence.low >= sequence.cache_points[0] * self.page:
+        while sequence.cache_points and sequence.committed >= sequence.cache_points[0] * self.page:
             point = sequence.cache_points.pop(0)
             self._insert(sequence, point, supersedes=not sequence.cache_points)
 
     def cache_computed(self, sequence: Sequence) -> None:
         """Cache what a sequence that leaves its slot has computed."""
-        pages = sequence.low // self.page
+        pages = sequence.committed // self.page
         if self._caches and self._uncut_pages(sequence, pages) == pages:
             self._insert(sequence, pages)
 
     def _insert(self, sequence: Sequence, count: int, *, supersedes: bool = False) -> None:
-        """Cache its first `count` pages. The tail is still held, because pages are released from the edge of `low`'s page."""
+        """Cache its first `count` pages. The tail is still held, because pages are released from the edge of `committed`'s page."""
         *sliding, full = sequence.runs
         tail = [page for run in sliding for page in run.between(first_page(run.pool.group, count * self.page), count)]
         self.cache.insert(self._keys(sequence, count), full.between(0, count), tail, supersedes=supersedes)
@@ -157,13 +157,13 @@ class Allocator:
         return sequence.keys[:count]
 
 
-def first_page(group: KVGroup, low: int) -> int:
-    """The first table index that a sequence with `low` computed positions holds.
+def first_page(group: KVGroup, committed: int) -> int:
+    """The first table index that a sequence with `committed` computed positions holds.
 
-    It is counted from the edge of low's page: whole pages below `low` with the window before that edge can be shared, and
-    the window's worst case is the same, because the page of `low` is held anyway.
+    It is counted from the edge of the page of `committed`: whole pages below `committed` with the window before that edge can be shared, and
+    the window's worst case is the same, because the page of `committed` is held anyway.
     """
-    return group.pages_for(low - low % group.page, low + 1).start
+    return group.pages_for(committed - committed % group.page, committed + 1).start
 
 
 def turn_ends(sequence: Sequence, page: int) -> set[int]:

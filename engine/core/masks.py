@@ -126,7 +126,7 @@ class MaskState:
         self.update_drafts()
         if not self.ending:
             sequence.waits.add("mask")
-        if sequence.high >= length:
+        if sequence.planned >= length:
             sequence.step_back()
 
     def unconstrain(self) -> None:
@@ -152,7 +152,7 @@ class MaskState:
     def update_wait(self) -> None:
         """Unless masks are late, the next row waits for its own: one that is made, and that no row in flight uses."""
         sequence = self.sequence
-        if self.late or sequence.high < self.length == len(sequence.tokens):
+        if self.late or sequence.planned < self.length == len(sequence.tokens):
             sequence.waits.discard("mask")
         else:
             sequence.waits.add("mask")
@@ -257,7 +257,7 @@ class Masks:
         for state in self._states:
             sequence = state.sequence
             if sequence.masked and (width := widths.get(sequence.slot)):
-                rows.append(MaskedRow(state, sequence.number, width, sequence.high - width + 1 + sequence.rejected))
+                rows.append(MaskedRow(state, sequence.number, width, sequence.planned - width + 1 + sequence.rejected))
                 state.update_wait()
         assert rows, plan
         self._planned.append((plan.step, rows))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.core.drafting import Drafting
+from engine.core.draft_policy import DraftPolicy
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
 from engine.core.step_budget import Expected
@@ -31,7 +31,7 @@ class InFlightStep(msgspec.Struct):
     """A plan whose result has not come; result rows come in the order: chunks that sample, then decode rows.
 
     rows      each decode row's sequence, its admission number when it was planned, and its width
-    size      as in Drafting.choose;   drafting  its sequences that may draft
+    size      as in DraftPolicy.choose;   drafting  its sequences that may draft
     expected  its expected time, if a target bounds the step
     encoder_waits  sequences that it has no chunk of, or a shorter one, as encoders have not ended, or may encode no more
     """
@@ -48,8 +48,8 @@ class InFlightStep(msgspec.Struct):
 class Results:
     """Commits results. `in_flight`: plans sent and not yet committed, oldest first."""
 
-    def __init__(self, requests: Requests, drafting: Drafting) -> None:
-        self._requests, self._drafting = requests, drafting
+    def __init__(self, requests: Requests, draft_policy: DraftPolicy) -> None:
+        self._requests, self._draft_policy = requests, draft_policy
         self.in_flight: deque[InFlightStep] = deque()
 
     def commit(self, result: StepResult) -> InFlightStep:
@@ -88,7 +88,7 @@ class Results:
             index += samples
             if sequence.number != number:
                 continue
-            sequence.low = end
+            sequence.committed = end
             if row is None or not row.nan:
                 self._requests.allocator.cache_passed_points(sequence)
             if row is not None:
@@ -103,9 +103,9 @@ class Results:
             sequence, number, width = row
             if sequence.number != number:
                 continue
-            if count == width == 1 and plain and token not in sequence.stop_ids and sequence.low + 2 < sequence.limit:
+            if count == width == 1 and plain and token not in sequence.stop_ids and sequence.committed + 2 < sequence.limit:
                 assert slot == sequence.slot, (slot, sequence)
-                sequence.low += 1
+                sequence.committed += 1
                 sequence.tokens.append(token)
                 outputs.append(Output(sequence.id, [token]))
             else:
@@ -118,10 +118,10 @@ class Results:
         given = len(row.tokens)
         assert given <= width, (row, width)
         taken, finish = _cut(sequence, row.tokens)
-        self._drafting.verified(width - 1, max(0, given - 1))
-        sequence.dropped = max(sequence.dropped, sequence.low + width)
-        sequence.low += len(taken)
-        sequence.high -= width - given
+        self._draft_policy.verified(width - 1, max(0, given - 1))
+        sequence.dropped = max(sequence.dropped, sequence.committed + width)
+        sequence.committed += len(taken)
+        sequence.planned -= width - given
         sequence.rejected += width - given
         self._take(sequence, row, taken, finish, width - 1)
         if len(taken) < given and not finish:

@@ -5,8 +5,8 @@
        ^               |
        +---------------+  preempt: pages and slot go back, `tokens` stay, computed again at the next admission
 
-`low` is exact: the positions whose results are in. `high` is an upper bound: the positions planned, if every draft is accepted; a
-row that gives fewer tokens than its width lowers it at its commit. Pages are held up to `high` and given back below `low`'s window.
+`committed` is exact: the positions whose results are in. `planned` is an upper bound: the positions planned, if every draft is accepted; a
+row that gives fewer tokens than its width lowers it at its commit. Pages are held up to `planned` and given back below `committed`'s window.
 At most `limit - 1` positions are needed: the last token is sampled from position limit - 2 and never fed back.
 """
 
@@ -45,7 +45,7 @@ class Sequence(msgspec.Struct, eq=False):
     rejected    tokens by which its rows have given fewer than planned
     dropped     end of the positions that rows of several tokens, and those whose results are dropped, may have written
     held        positions up to whose end it has pages in every group;   runs: those that it still holds, by group
-    release_at  the `low` from which on a page can be given back: the next page's edge
+    release_at  the `committed` from which on a page can be given back: the next page's edge
     not_finite  its values were not finite
     """
 
@@ -68,8 +68,8 @@ class Sequence(msgspec.Struct, eq=False):
     first_cached: int = -1
     cache_points: list[int] = []
     hit: Hit | None = None
-    low: int = 0
-    high: int = 0
+    committed: int = 0
+    planned: int = 0
     drafts: int = 0
     drafted: list[int] = []
     rejected: int = 0
@@ -98,24 +98,24 @@ class Sequence(msgspec.Struct, eq=False):
     @property
     def decodable(self) -> bool:
         """A decode row can be planned now; the last one is that of position limit - 2."""
-        return self.target <= self.high < self.limit - 1 and not self.waits
+        return self.target <= self.planned < self.limit - 1 and not self.waits
 
     @property
     def ready(self) -> int:
         """Known tokens that can be computed now. The last one gives a token, so it waits when that token does."""
         if not self.waits:
-            return self.target - self.high
-        return 0 if "encoder" in self.waits else self.last_end(self.target - 1) - self.high
+            return self.target - self.planned
+        return 0 if "encoder" in self.waits else self.last_end(self.target - 1) - self.planned
 
     @property
     def before_item(self) -> bool:
         """Its next position is one of an item that is still to be encoded, or `is_near` it, and that alone it may wait for."""
         may_wait = self.ready > 0 or "encoder" in self.waits
-        return may_wait and any(self.high < item.end and self.is_near(item) for item in self.media[self.encoded :])
+        return may_wait and any(self.planned < item.end and self.is_near(item) for item in self.media[self.encoded :])
 
     def is_near(self, item: MediaItem) -> bool:
         """The text before the item is no longer than it: a step for that alone is not worth it."""
-        return item.first - self.high <= item.length
+        return item.first - self.planned <= item.length
 
     def last_end(self, end: int) -> int:
         """The last position up to `end` that is within no span: there a chunk may end."""
@@ -152,20 +152,20 @@ class Sequence(msgspec.Struct, eq=False):
         self.runs = [PageRun(pool) for pool in pools]
 
     def step_back(self) -> None:
-        """Drop the decode rows in flight. It keeps slot and pages, and is admitted again with its next row, which begins at `low`:
+        """Drop the decode rows in flight. It keeps slot and pages, and is admitted again with its next row, which begins at `committed`:
         K and V of a position that is computed twice are the same."""
-        assert self.low >= self.target, self
+        assert self.committed >= self.target, self
         self.number = self.drafts = 0
         self.drafted = []
-        self.dropped = max(self.dropped, self.high)
-        self.high = self.low
+        self.dropped = max(self.dropped, self.planned)
+        self.planned = self.committed
 
     def leave(self) -> int:
         """Give the slot back. Results of this admission no longer count."""
         slot = self.slot
         self.slot = -1
         self.number = 0
-        self.low = self.high = 0
+        self.committed = self.planned = 0
         self.runs = []
         self.waits.discard("encoder")
         return slot

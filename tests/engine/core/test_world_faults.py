@@ -40,9 +40,9 @@ def pages_held_past_their_window(patch: Patch) -> None:
     honest = Allocator.release
 
     def late(self: Allocator, sequence: Sequence, plan: StepPlan) -> None:
-        low, sequence.low = sequence.low, max(0, sequence.low - self.pools[0].group.page)
+        low, sequence.committed = sequence.committed, max(0, sequence.committed - self.pools[0].group.page)
         honest(self, sequence, plan)
-        sequence.low = low
+        sequence.committed = low
 
     patch.setattr(Allocator, "release", late)
 
