@@ -29,7 +29,7 @@ class AdmissionBudget:
         """Counts a running sequence, and reserves the pages that its prompt still needs."""
         self._running += 1
         if sequence.planned < sequence.target:
-            for run in sequence.runs:
+            for run in sequence.pages.runs:
                 self._promised[run.pool] += max(0, run.pool.group.worst_pages(sequence.target + 1) - len(run.pages))
 
     def fits(self, sequence: Sequence, hit: Hit) -> bool:
@@ -65,7 +65,7 @@ class Admissions:
 
     def readmit(self, sequence: Sequence) -> bool:
         """Admit a sequence that has stepped back, with its slot and pages; False if the plan has no room for it beside others."""
-        if not self._fits_plan(sequence, sum(len(run.pages) for run in sequence.runs)):
+        if not self._fits_plan(sequence, sum(len(run.pages) for run in sequence.pages.runs)):
             return False
         self._requests.readmit(sequence)
         self._allocator.append_again(sequence, self._plan)
@@ -125,8 +125,8 @@ class Admissions:
         self._requests.admit(sequence)
         self._allocator.attach(sequence, hit, self._plan)
         self._add_to_plan(sequence)
-        if sequence.first_cached < 0:
-            sequence.first_cached = sequence.committed
+        if sequence.pages.first_cached < 0:
+            sequence.pages.first_cached = sequence.committed
             self._requests.started.append(sequence.id)
             if not sequence.scores:
                 self._requests.counters.queried_tokens += len(sequence.tokens)

@@ -3,7 +3,7 @@
                      Scheduler.commit  <-- RingExecutor.poll    at most two plans are out: one running, one queued
                      Scheduler.schedule --> RingExecutor.submit; masks of a step when those of all its rows are there
     front socket <-- one TokenBatch a turn of the loop, if there is something to tell
-    front socket --> Requests.add / abort
+    front socket --> Intake.add, Requests.abort
 
 While plans are out or threads make masks, it polls; with nothing to do it sleeps in `select` on the front socket. Any exception
 here ends the group; one raised while reading a message ends that request only.
@@ -22,6 +22,7 @@ import msgspec
 
 from engine.channel import Waiter
 from engine.config import EngineConfig
+from engine.core.intake import Intake
 from engine.core.links import FrontLink, RingExecutor
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
@@ -50,6 +51,7 @@ class Core:
     ) -> None:
         self._scheduler, self._requests = scheduler, scheduler.requests
         self._masks = Masks(scheduler.requests, vocabulary, scheduler.config.widest)
+        self._intake = Intake(scheduler.requests, self._masks)
         self._executor = executor
         self._link = link
         self._lifeline = lifeline
@@ -96,7 +98,7 @@ class Core:
     def _handle(self, message: FrontMessage) -> None:
         match message:
             case GenerateRequest():
-                self._masks.add(message)
+                self._intake.add(message)
             case Abort():
                 self._requests.abort(message.id, message.reason)
             case Control(action="stop"):

@@ -119,10 +119,10 @@ class Results:
         assert given <= width, (row, width)
         taken, finish = _cut(sequence, row.tokens)
         self._draft_policy.verified(width - 1, max(0, given - 1))
-        sequence.dropped = max(sequence.dropped, sequence.committed + width)
+        sequence.pages.dropped = max(sequence.pages.dropped, sequence.committed + width)
         sequence.committed += len(taken)
         sequence.planned -= width - given
-        sequence.rejected += width - given
+        sequence.drafts.rejected += width - given
         self._take(sequence, row, taken, finish, width - 1)
         if len(taken) < given and not finish:
             sequence.step_back()
@@ -136,7 +136,7 @@ class Results:
         if row.empty:
             self._requests.fail(sequence, "the request's constraints together forbid every token", invalid=True)
             return
-        cached = sequence.first_cached if len(sequence.tokens) == sequence.prompt else 0
+        cached = sequence.pages.first_cached if len(sequence.tokens) == sequence.prompt else 0
         sequence.tokens.extend(taken)
         accepted = min(len(taken), len(row.tokens) - 1)
         output = Output(
@@ -161,7 +161,7 @@ def _note_drafts(step: InFlightStep, result: StepResult) -> None:
     drafts = result.table[:, result.table.shape[1] - step.plan.drafts :].tolist()
     for (sequence, number), drafted in zip(rows, drafts, strict=True):
         if sequence.masked and sequence.number == number:
-            sequence.drafted = drafted
+            sequence.drafts.tokens = drafted
 
 
 def _cut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:

@@ -97,11 +97,11 @@ class Scheduler:
         step = StepBuilder(plan, encoder_rows=self.encoder_rows, begun={})
         self._admissions.new_plan(plan)
         encoding = self._encoded < self._encodes
-        self._encoder_waits = {sequence for sequence in self._encoder_waits if "encoder" in sequence.waits}  # others have left
+        self._encoder_waits = {sequence for sequence in self._encoder_waits if "transfer" in sequence.waits}  # others have left
         if self._encoder_waits and not (encoding and any(sequence.decodable for sequence in self.requests.running)):
             self._end_encoder_waits()
         for sequence in self.requests.running:
-            if sequence.committed >= sequence.release_at:
+            if sequence.committed >= sequence.pages.release_at:
                 self.allocator.release(sequence, plan)
         shares = self._shares(step)
         self._run_all(step, shares)
@@ -166,7 +166,7 @@ class Scheduler:
         """Tokens of each running prefill in this step, and of each waiting prompt that may be admitted."""
         prompts = self._prompts()
         for sequence in self._admissions.candidates():  # probably what was cached at its last look-up still is
-            cached = sequence.hit.count * self.allocator.page if sequence.hit else 0
+            cached = sequence.pages.hit.count * self.allocator.page if sequence.pages.hit else 0
             prompts[sequence] = Prompt(len(sequence.tokens) - cached, cached)
         if not prompts:
             self._budget.idle()
@@ -200,10 +200,10 @@ class Scheduler:
             elif planned < sequence.limit - 1 and not sequence.waits:
                 if not (sequence.number or self._admissions.readmit(sequence)):
                     continue
-                may_draft = not single and sequence.may_draft
-                width = 1 + min(step.drafts, sequence.drafts, sequence.limit - 2 - sequence.planned) if may_draft else 1
+                may_draft = not single and sequence.drafts.allowed
+                width = 1 + min(step.drafts, sequence.drafts.planned, sequence.limit - 2 - sequence.planned) if may_draft else 1
                 end = planned + width
-                if end > sequence.held:
+                if end > sequence.pages.held:
                     width = self.allocator.fitting(sequence, width) or int(self._preempt_for(sequence, 1))
                     if not width:
                         continue
@@ -222,21 +222,21 @@ class Scheduler:
         """Compute up to `share` more of its known tokens, as far as there are pages."""
         most = min(step.budget, step.scored) if sequence.reports_prompt else step.budget
         planned = sequence.planned
-        least = sequence.uncut_ends(planned + 1)[1] - planned  # a whole span, if one begins there
+        least = sequence.media.uncut_ends(planned + 1)[1] - planned  # a whole span, if one begins there
         count = min(sequence.ready, share, most)
         if count < 1:
             return
-        count = max(least, sequence.last_end(planned + count) - planned)
+        count = max(least, sequence.media.last_end(planned + count) - planned)
         if count > sequence.ready or (count > most and step.begun):
             return  # a span that is longer than the budget has a step without other chunks
         fitting, headroom = self.allocator.fitting, len(self.requests.running) - 1  # a page for each other sequence
         fit = fitting(sequence, count, headroom)
         if fit < least:
             fit = fitting(sequence, count)
-        size = sequence.last_end(planned + fit) - planned
+        size = sequence.media.last_end(planned + fit) - planned
         if size < least:
             size = least if may_preempt and self._preempt_for(sequence, least) else 0
-        if sequence.media and size:
+        if sequence.media.items and size:
             size = self._encode(sequence, size, step)
         if size:
             step.begun.setdefault(sequence, planned)
@@ -258,7 +258,7 @@ class Scheduler:
         busy = beside and (self._encoded < self._encodes or self._budget.holds_encodes)
         busy = busy or any(other.before_item for other in before)
         singly = beside and self.config.tpot_target_ms is not None
-        for item in sequence.media[sequence.encoded :]:
+        for item in sequence.media.items[sequence.media.encoded :]:
             if item.first >= sequence.planned + size:
                 break
             if item.end > sequence.planned:
@@ -267,13 +267,13 @@ class Scheduler:
                     awaited = awaited or item
                 if full:
                     break
-                step.plan.encodes.append((sequence.slot, item.first, item.length, sequence.encoded))
+                step.plan.encodes.append((sequence.slot, item.first, item.length, sequence.media.encoded))
                 step.plan.media.append(item)
                 step.encoder_rows -= item.length
-            sequence.encoded += 1
+            sequence.media.encoded += 1
         if awaited is None:
             return size
-        sequence.waits.add("encoder")
+        sequence.waits.add("transfer")
         self._encoder_waits.add(sequence)
         return 0 if beside and sequence.is_near(awaited) else max(0, awaited.first - sequence.planned)
 
@@ -281,7 +281,7 @@ class Scheduler:
         """Let all that wait for encoders go on; a rank waits for those that run."""
         self._encoded = self._encodes
         while self._encoder_waits:
-            self._encoder_waits.pop().waits.discard("encoder")
+            self._encoder_waits.pop().waits.discard("transfer")
 
     def _admit(self, step: StepBuilder, shares: dict[Sequence, int]) -> None:
         """Admit from the queue, with shares of the budget. Nobody is preempted for it: the others have rows in this plan."""
@@ -319,8 +319,8 @@ class Scheduler:
 
 def _note_drafts(sequence: Sequence, step: StepBuilder) -> None:
     """Note that its token in this step has drafts behind it, unless its next row is to have none."""
-    step.drafting += sequence.may_draft
-    sequence.drafts = step.drafts if sequence.may_draft else 0
+    step.drafting += sequence.drafts.allowed
+    sequence.drafts.planned = step.drafts if sequence.drafts.allowed else 0
 
 
 def _chunks(step: StepBuilder) -> list[Prompt]:
@@ -333,7 +333,7 @@ def _add_chunks(step: StepBuilder) -> None:
     plan = step.plan
     for sequence, start in step.begun.items():
         end, samples = sequence.planned, sequence.planned == sequence.target
-        spans = [span for span in sequence.spans if start <= span[0] < end]
+        spans = [span for span in sequence.media.spans if start <= span[0] < end]
         plan.chunks.append((sequence.slot, start, end, end - samples, len(plan.spans), len(spans)))
         plan.spans += spans
         step.chunks.append(ChunkRow(sequence, sequence.number, end, samples))

@@ -52,7 +52,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("oldest-is-preempted-first", "engine/core/test_scheduler.py",
          "youngest = self.requests.running[-1]", "youngest = self.requests.running[0]"),
         ("drafts-behind-the-limit", "engine/core/test_scheduler.py",
-         "sequence.drafts, sequence.limit - 2 - sequence.planned)", "sequence.drafts)"),
+         "sequence.drafts.planned, sequence.limit - 2 - sequence.planned)", "sequence.drafts.planned)"),
         ("row-runs-before-its-mask", "engine/core/test_scheduler.py engine/core/test_masks.py",
          "elif high < sequence.limit - 1 and not sequence.waits:", "elif high < sequence.limit - 1:"),
     ),
@@ -68,7 +68,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "success = reason is AbortReason.stop_string", "success = False"),
     ),
     "engine/core/allocator.py": (
-        ("nan-stays-in-freed-pages", "engine/core/test_scheduler.py", "certain = 0 if sequence.not_finite else", "certain ="),
+        ("nan-stays-in-freed-pages", "engine/core/test_scheduler.py", "        if sequence.pages.not_finite:\n            return 0\n", ""),
         ("window-released-a-page-early", "engine/core/test_scheduler.py",
          "run.drop_before(first_page(pool.group, sequence.committed))", "run.drop_before(first_page(pool.group, sequence.committed) + 1)"),
     ),

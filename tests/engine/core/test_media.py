@@ -204,7 +204,7 @@ def test_who_has_left_waits_for_no_encoder() -> None:
 
     def still_waiting(sequence: Sequence) -> int:
         slot = leave(sequence)
-        sequence.waits.add("encoder")
+        sequence.waits.add("transfer")
         return slot
 
     for leaves in (leave, still_waiting):

@@ -12,6 +12,7 @@ from unittest import mock
 import msgspec
 
 from engine.core.draft_policy import DraftPolicy
+from engine.core.intake import Intake
 from engine.core.loop import make_scheduler, read_vocabulary
 from engine.core.masks import Masks
 from engine.logit_adjustments import LogitAdjustments
@@ -63,7 +64,7 @@ def answers(
     while waiting or scheduler.requests.unfinished or out:
         if waiting and (len(plans) % every == 0 or not scheduler.requests.unfinished):
             for asked in waiting.popleft():
-                masks.add(asked)
+                Intake(scheduler.requests, masks).add(asked)
         masks.advance()
         while len(out) < 2 and (plan := scheduler.schedule()) is not None:
             out.append(plan)

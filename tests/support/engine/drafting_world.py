@@ -1,5 +1,4 @@
-"""A device whose steps take known times, and sequences whose drafts are right with known chances: what `core/draft_policy.py` makes of
-them."""
+"""A device whose steps take known times, and sequences whose drafts are right with known chances, for `core/draft_policy.py`."""
 
 import math
 import random
@@ -126,7 +125,8 @@ def serve(drafting: DraftPolicy, times: Times, traffic: Traffic, seed: int = 0) 
 
 def best_fixed(times: Times, traffic: Traffic, seed: int = 0) -> Served:
     """The best of the runs with one number throughout."""
-    return max((serve(DraftPolicy((drafts,), SIZES, ()), times, traffic, seed) for drafts in OPTIONS), key=lambda served: served.rate)
+    runs = (serve(DraftPolicy((drafts,), SIZES, ()), times, traffic, seed) for drafts in OPTIONS)
+    return max(runs, key=lambda served: served.rate)
 
 
 class AnyDrafts(DraftPolicy):

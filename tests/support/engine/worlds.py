@@ -341,7 +341,7 @@ def check_widths(scheduler: Scheduler, plan: StepPlan) -> None:
         assert 1 <= width <= 1 + plan.drafts
         assert sequence.planned <= sequence.limit - 1
         assert flags == ROW_MASKED * sequence.masked
-        assert sequence.may_draft or width == 1
+        assert sequence.drafts.allowed or width == 1
 
 
 def check_pages(scheduler: Scheduler) -> None:
@@ -349,7 +349,7 @@ def check_pages(scheduler: Scheduler) -> None:
     cache's tree is sound."""
     kept = check_tree(scheduler)
     for index, pool in enumerate(scheduler.allocator.pools):
-        held = Counter(page for sequence in scheduler.requests.running for page in sequence.runs[index].pages)
+        held = Counter(page for sequence in scheduler.requests.running for page in sequence.pages.runs[index].pages)
         free, idle = set(pool._free), kept[index] - held.keys()
         assert 0 not in held
         assert (len(held), len(idle), len(free)) == (pool.used, pool.idle, pool.free)
@@ -358,7 +358,7 @@ def check_pages(scheduler: Scheduler) -> None:
         assert all(pool.holders[page] == count for page, count in held.items())
         shared = {page for page, count in held.items() if count > 1}
         for sequence in scheduler.requests.running if shared else ():
-            run = sequence.runs[index]
+            run = sequence.pages.runs[index]
             ends = [(at + 1) * pool.group.page for at, page in enumerate(run.pages, run.first) if page in shared]
             assert all(end <= sequence.committed for end in ends), "a page that is still written has two owners"
 
@@ -383,20 +383,20 @@ def check_windows(scheduler: Scheduler) -> None:
     """Up to the last plan, nobody holds a page that its window has left, nor lacks one that is planned to be written."""
     for sequence in scheduler.requests.running:
         assert sequence.committed <= sequence.planned
-        for pool, run in zip(scheduler.allocator.pools, sequence.runs, strict=True):
-            assert run.first == first_page(pool.group, sequence.committed), "a page is held past its window, or was given back before"
+        for pool, run in zip(scheduler.allocator.pools, sequence.pages.runs, strict=True):
+            assert run.first == first_page(pool.group, sequence.committed), "a page is held past its window, or was given back"
             assert run.end * pool.group.page >= sequence.planned, "a position is planned without a page"
 
 
 def check_hits(scheduler: Scheduler) -> None:
     """What a waiting sequence is said to find in the cache is what it would find now."""
     for sequence in scheduler.requests.waiting:
-        if sequence.hit is not None and sequence.hit.version == scheduler.allocator.cache.version:
+        if sequence.pages.hit is not None and sequence.pages.hit.version == scheduler.allocator.cache.version:
             page = scheduler.allocator.page
-            known, sequence.hit = sequence.hit, None
+            known, sequence.pages.hit = sequence.pages.hit, None
             hit = scheduler.allocator.find(sequence)
             assert known == hit, "what was looked up is out of date"
-            assert sequence.last_end(hit.count * page) == hit.count * page, "a hit ends in a span"
+            assert sequence.media.last_end(hit.count * page) == hit.count * page, "a hit ends in a span"
 
 
 def bound_of(config: SchedulerConfig) -> int:
