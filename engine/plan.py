@@ -190,7 +190,7 @@ class StepResult(NamedTuple):
     table     int32 [n, 4 + W + D], in the order of the plan's result rows
     logprobs  of the rows that report them, one a token
     prompts   of the chunks that report logprobs of prompt tokens, in the plan's order
-    encoded   plans since boot whose encodes have ended
+    ended     the last transfer that has ended: the number of plans with encodes, since boot, whose encodes have ended
     took_us   microseconds of rank 0's device for the step, and without work before it (`Launched`); 0: not known
     """
 
@@ -198,7 +198,7 @@ class StepResult(NamedTuple):
     table: np.ndarray
     logprobs: Mapping[int, Sequence[Logprobs]]
     prompts: Sequence[PromptRow]
-    encoded: int
+    ended: int
     took_us: int
 
     def row(self, index: int) -> ResultRow:
@@ -291,11 +291,11 @@ def encode_rows(
     table: np.ndarray,
     logprobs: Mapping[int, Sequence[Logprobs]],
     prompts: Sequence[PromptRow] = (),
-    encoded: int = 0,
+    ended: int = 0,
 ) -> bytes:
     """Returns the bytes of a result; the arguments are as in StepResult."""
     reports = _encode((logprobs, prompts))
-    header = _RESULT.pack(0, step, len(table), table.shape[1] - RESULT_HEAD, encoded)
+    header = _RESULT.pack(0, step, len(table), table.shape[1] - RESULT_HEAD, ended)
     return b"".join([header, table.tobytes(), reports])
 
 
@@ -306,8 +306,8 @@ def with_time(result: bytes, took_us: int) -> bytes:
 
 def decode_result(data: bytes) -> StepResult:
     """Read the result in `data`, in place; raises an error when its length is wrong."""
-    took_us, step, n_rows, width, encoded = _RESULT.unpack_from(data)
+    took_us, step, n_rows, width, ended = _RESULT.unpack_from(data)
     columns = RESULT_HEAD + width
     table = np.frombuffer(data, np.int32, n_rows * columns, _RESULT.size).reshape(n_rows, columns)
     logprobs, prompts = _decode_reports(memoryview(data)[_RESULT.size + table.nbytes :])
-    return StepResult(step, table, logprobs, prompts, encoded, took_us)
+    return StepResult(step, table, logprobs, prompts, ended, took_us)

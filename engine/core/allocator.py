@@ -170,8 +170,8 @@ class Allocator:
 def first_page(group: KVGroup, committed: int) -> int:
     """The first table index that a sequence with `committed` computed positions holds.
 
-    The window is counted from the edge of the page of `committed`, so that whole pages and the window before them can be shared. The
-    window's worst case is the same, because the page of `committed` is held anyway.
+    The window is counted from the edge of the page of `committed`, so that whole pages and the window before them can be shared.
+    The window's worst case is the same, because the page of `committed` is held anyway.
     """
     return group.pages_for(committed - committed % group.page, committed + 1).start
 

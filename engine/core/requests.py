@@ -6,6 +6,7 @@ received = finished + refused + aborted + failed + (waiting + running), always.
 import bisect
 
 from engine.core.allocator import Allocator
+from engine.core.pending import PendingTransfers
 from engine.core.prefix import root_key
 from engine.core.sequence import DraftState, MediaState, PageState, Sequence
 from engine.errors import InvalidRequest
@@ -38,6 +39,7 @@ class Requests:
         self.encoders = encoders
         self.allocator = allocator
         self.counters = Counters()
+        self.pending = PendingTransfers()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.unfinished: dict[int, Sequence] = {}
@@ -148,6 +150,7 @@ class Requests:
         if not sequence.pages.not_finite:
             self.allocator.cache_computed(sequence)
         self.allocator.give_all(sequence)
+        self.pending.forget(sequence)
         self.running.remove(sequence)
         self.free_slots.append(sequence.leave())
 

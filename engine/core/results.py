@@ -33,7 +33,7 @@ class InFlightStep(msgspec.Struct):
     rows      each decode row's sequence, its admission number when it was planned, and its width
     size      as in DraftPolicy.choose;   drafting  its sequences that may draft
     expected  its expected time, if a target bounds the step
-    encoder_waits  sequences that it has no chunk of, or a shorter one, as encoders have not ended, or may encode no more
+    waiting   sequences that have no chunk in it, or a shorter one, because they wait for transfers
     """
 
     plan: StepPlan
@@ -42,7 +42,7 @@ class InFlightStep(msgspec.Struct):
     size: int = 0
     drafting: int = 0
     expected: Expected | None = None
-    encoder_waits: int = 0
+    waiting: int = 0
 
 
 class Results:

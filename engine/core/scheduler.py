@@ -66,13 +66,12 @@ class Scheduler:
         self.encoder_rows = ENCODER_ROWS  # positions of media items that a step encodes at most; one item may have more
         self.allocator = Allocator(groups, pages, caches=config.prefix_cache)
         self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest_sequence(groups, pages), encoders)
+        self._pending = self.requests.pending
         self._draft_policy = DraftPolicy(config.drafts, buckets(config.max_seqs), times.drafts if times else ())
         self._results = Results(self.requests, self._draft_policy)
         policy = POLICIES[config.policy]
         self._admissions = Admissions(self.requests, policy, config.prefill_budget)
         self._budget = StepBudget(policy, config.prefill_budget, times, config.tpot_target_ms)
-        self._encoder_waits: set[Sequence] = set()
-        self._encodes = self._encoded = 0  # plans that encode, and those of them whose encodes have ended
         self._plan = StepPlan(1)  # the next one: pages may change without one that is sent
 
     @property
@@ -96,10 +95,7 @@ class Scheduler:
         plan = self._plan
         step = StepBuilder(plan, encoder_rows=self.encoder_rows, begun={})
         self._admissions.new_plan(plan)
-        encoding = self._encoded < self._encodes
-        self._encoder_waits = {sequence for sequence in self._encoder_waits if "transfer" in sequence.waits}  # others have left
-        if self._encoder_waits and not (encoding and any(sequence.decodable for sequence in self.requests.running)):
-            self._end_encoder_waits()
+        self._release_waiting()
         for sequence in self.requests.running:
             if sequence.committed >= sequence.pages.release_at:
                 self.allocator.release(sequence, plan)
@@ -111,16 +107,16 @@ class Scheduler:
             self._run_any(step)
         _add_chunks(step)
         if not (plan.chunks or plan.rows or plan.admissions or plan.encodes):
-            if not self._encoder_waits or self.in_flight:
+            if not self._pending.waiting or self.in_flight:
                 return None
-            self._end_encoder_waits()  # no decode row had pages, and no result will come
+            self._pending.release_all()  # no decode row had pages, and no result will come
             self._budget.forget_lateness()
             return self.schedule()
         if plan.encodes:
-            self._encodes += 1
+            self._pending.begin()
             self._budget.encodes()
         plan.drafts = step.drafts if step.drafting else 0
-        step.encoder_waits = len(self._encoder_waits)
+        step.waiting = self._pending.waiting
         if shares:
             step.expected = self._budget.planned(_chunks(step))
         self._plan = StepPlan(plan.step + 1)
@@ -130,11 +126,11 @@ class Scheduler:
     def commit(self, result: StepResult) -> None:
         """Commit one result; results come in the order of their plans."""
         step = self._results.commit(result)
-        self._encoded = max(self._encoded, result.encoded)
+        self._pending.end(result.ended)
         if not result.took_us:
             return
         took_ms = result.took_us / 1e3
-        self.requests.counters.encoder_wait_s += step.encoder_waits * took_ms / 1e3
+        self.requests.counters.encoder_wait_s += step.waiting * took_ms / 1e3
         if step.expected is not None:
             self._budget.record(step.expected, took_ms)
         if rows := len(step.rows):
@@ -149,7 +145,7 @@ class Scheduler:
             step=self.planned - self.in_flight,
             waiting=len(requests.waiting),
             running=len(requests.running),
-            encoder_waiting=len(self._encoder_waits),
+            encoder_waiting=self._pending.waiting,
             waiting_tokens=sum(len(sequence.tokens) for sequence in requests.waiting),
             evicted_pages=self.allocator.cache.evicted_pages,
             drafts=self._draft_policy.drafts,
@@ -161,6 +157,12 @@ class Scheduler:
             ],
             **msgspec.structs.asdict(requests.counters),
         )
+
+    def _release_waiting(self) -> None:
+        """Let sequences go on whose transfers have ended; all of them, where no decode row would be held up by the ranks' wait."""
+        if self._pending.waiting and not any(sequence.decodable for sequence in self.requests.running):
+            self._pending.release_all()
+        self._pending.release()
 
     def _shares(self, step: StepBuilder) -> dict[Sequence, int]:
         """Tokens of each running prefill in this step, and of each waiting prompt that may be admitted."""
@@ -255,7 +257,7 @@ class Scheduler:
         """
         beside, awaited = step.decode_rows > 0, None
         before = takewhile(lambda other: other is not sequence, self.requests.running)
-        busy = beside and (self._encoded < self._encodes or self._budget.holds_encodes)
+        busy = beside and (self._pending.running or self._budget.holds_encodes)
         busy = busy or any(other.before_item for other in before)
         singly = beside and self.config.tpot_target_ms is not None
         for item in sequence.media.items[sequence.media.encoded :]:
@@ -273,15 +275,8 @@ class Scheduler:
             sequence.media.encoded += 1
         if awaited is None:
             return size
-        sequence.waits.add("transfer")
-        self._encoder_waits.add(sequence)
+        self._pending.wait(sequence, self._pending.begun + bool(step.plan.encodes))
         return 0 if beside and sequence.is_near(awaited) else max(0, awaited.first - sequence.planned)
-
-    def _end_encoder_waits(self) -> None:
-        """Let all that wait for encoders go on; a rank waits for those that run."""
-        self._encoded = self._encodes
-        while self._encoder_waits:
-            self._encoder_waits.pop().waits.discard("transfer")
 
     def _admit(self, step: StepBuilder, shares: dict[Sequence, int]) -> None:
         """Admit from the queue, with shares of the budget. Nobody is preempted for it: the others have rows in this plan."""

@@ -186,5 +186,4 @@ class Sequence(msgspec.Struct, eq=False):
         self.committed = 0
         self.planned = 0
         self.pages.runs = []
-        self.waits.discard("transfer")
         return slot
