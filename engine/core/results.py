@@ -12,7 +12,7 @@ from engine.core.draft_policy import DraftPolicy
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
 from engine.core.step_budget import Expected
-from engine.plan import NUMBER_MASK, ResultRow, StepPlan, StepResult, has_numbers
+from engine.plan import NUMBER_MASK, ResultRow, StepPlan, StepResult, has_numbers, in_result_order
 from engine.protocol import FinishReason, Output
 
 _NOT_FINITE = "the model's logits were not finite"
@@ -28,7 +28,7 @@ class ChunkRow(NamedTuple):
 
 
 class InFlightStep(msgspec.Struct):
-    """A plan whose result has not come; result rows come in the order: chunks that sample, then decode rows.
+    """A plan whose result has not come.
 
     rows      each decode row's sequence, its admission number when it was planned, and its width
     size      as in DraftPolicy.choose;   drafting  its sequences that may draft
@@ -44,6 +44,12 @@ class InFlightStep(msgspec.Struct):
     expected: Expected | None = None
     waiting: int = 0
 
+    @property
+    def result_rows(self) -> list[tuple[Sequence, int]]:
+        """The sequence of each row of the result, and its admission number when it was planned."""
+        chunks = ((chunk.sequence, chunk.number) for chunk in self.chunks if chunk.samples)
+        return in_result_order(chunks, ((sequence, number) for sequence, number, _ in self.rows))
+
 
 class Results:
     """Commits results. `in_flight`: plans sent and not yet committed, oldest first."""
@@ -58,8 +64,9 @@ class Results:
         assert result.step == step.plan.step, (result.step, step.plan.step)
         self._requests.counters.prefill_tokens += step.plan.prompt_tokens
         self._commit_prompts(step.chunks, result)
-        first = self._commit_chunks(step.chunks, result)
-        self._commit_rows(step.rows, result, first)
+        of_chunks, of_decodes = result.split(len(step.rows))
+        self._commit_chunks(step.chunks, result, of_chunks)
+        self._commit_rows(step.rows, result, of_decodes.start)
         if step.plan.masked:
             _note_drafts(step, result)
         return step
@@ -80,12 +87,11 @@ class Results:
                 sequence.scored += logprobs.count
                 self._requests.outputs.append(Output(sequence.id, prompt_logprobs=[logprobs]))
 
-    def _commit_chunks(self, chunks: list[ChunkRow], result: StepResult) -> int:
-        """Commit the chunks' rows, which come first; returns how many they are."""
-        index = 0
+    def _commit_chunks(self, chunks: list[ChunkRow], result: StepResult, indices: range) -> None:
+        """Commit the chunks. `indices`: the result's rows of those that give a token."""
+        left = iter(indices)
         for sequence, number, end, samples in chunks:
-            row = result.row(index) if samples else None
-            index += samples
+            row = result.row(next(left)) if samples else None
             if sequence.number != number:
                 continue
             sequence.committed = end
@@ -93,7 +99,6 @@ class Results:
                 self._requests.allocator.cache_passed_points(sequence)
             if row is not None:
                 self._take(sequence, row, *_cut(sequence, row.tokens))
-        return index
 
     def _commit_rows(self, rows: list[tuple[Sequence, int, int]], result: StepResult, first: int) -> None:
         """Commit the decode rows. The loop handles the common row, of one token that ends nothing; `_fold` all others."""
@@ -156,10 +161,8 @@ class Results:
 
 def _note_drafts(step: InFlightStep, result: StepResult) -> None:
     """What ranks have drafted behind the masked rows of a step."""
-    rows = [(sequence, number) for sequence, number, _, samples in step.chunks if samples]
-    rows += [(sequence, number) for sequence, number, _ in step.rows]
     drafts = result.table[:, result.table.shape[1] - step.plan.drafts :].tolist()
-    for (sequence, number), drafted in zip(rows, drafts, strict=True):
+    for (sequence, number), drafted in zip(step.result_rows, drafts, strict=True):
         if sequence.masked and sequence.number == number:
             sequence.drafts.tokens = drafted
 

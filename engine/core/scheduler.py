@@ -134,7 +134,7 @@ class Scheduler:
         if step.expected is not None:
             self._budget.record(step.expected, took_ms)
         if rows := len(step.rows):
-            self._budget.decoded(took_ms, result.table[-rows:, 2].mean())
+            self._budget.decoded(took_ms, result.table[result.split(rows)[1], 2].mean())
             drafting = min(1.0, step.drafting / rows)
             self._draft_policy.record(step.size, drafting, step.plan.drafts, step.plan.prompt_tokens, took_ms)
 
