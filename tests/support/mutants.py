@@ -33,7 +33,8 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "if length + count >= sequence.limit:", "if length + count > sequence.limit:"),
         ("cached-tokens-counted-again", "engine/core/test_prefix.py engine/core/test_scheduler.py",
          "if len(sequence.tokens) == sequence.prompt else 0", "if len(sequence.tokens) >= sequence.prompt else 0"),
-        ("rejected-drafts-stay-planned", "engine/core/test_scheduler.py", "sequence.planned -= width - given", "sequence.planned -= 0"),
+        ("rejected-drafts-stay-planned", "engine/core/test_scheduler.py",
+         "sequence.planned -= width - given", "sequence.planned -= 0"),
     ),
     "engine/core/step_budget.py": (
         ("pause-distorts-step-times", "engine/core/test_policy.py",
@@ -68,9 +69,11 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "success = reason is AbortReason.stop_string", "success = False"),
     ),
     "engine/core/allocator.py": (
-        ("nan-stays-in-freed-pages", "engine/core/test_scheduler.py", "        if sequence.pages.not_finite:\n            return 0\n", ""),
+        ("nan-stays-in-freed-pages", "engine/core/test_scheduler.py",
+         "        if sequence.pages.not_finite:\n            return 0\n", ""),
         ("window-released-a-page-early", "engine/core/test_scheduler.py",
-         "run.drop_before(first_page(pool.group, sequence.committed))", "run.drop_before(first_page(pool.group, sequence.committed) + 1)"),
+         "run.drop_before(first_page(pool.group, sequence.committed))",
+         "run.drop_before(first_page(pool.group, sequence.committed) + 1)"),
     ),
     "engine/core/prefix.py": (
         ("any-pages-may-be-a-prefix", "engine/core/test_media.py", "sha256(key + data", "sha256(data"),
@@ -127,7 +130,8 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("media-wait-for-a-step", "engine/rank/test_overlap.py", " and not self._media.left", ""),
     ),
     "engine/core/draft_policy.py": (
-        ("times-keep-what-prompts-added", "engine/core/test_draft_policy.py", "if self._prompts.token_ms and not known:", "if False:"),
+        ("times-keep-what-prompts-added", "engine/core/test_draft_policy.py",
+         "if self._prompts.token_ms and not known:", "if False:"),
     ),
     "engine/rank/start_checks.py": (
         ("broken-model-starts", "engine/rank/test_weights.py", "if not rms >= MIN", "if rms < MIN"),
