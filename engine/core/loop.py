@@ -22,9 +22,9 @@ import msgspec
 
 from engine.channel import Waiter
 from engine.config import EngineConfig
-from engine.core.intake import Intake
 from engine.core.links import FrontLink, RingExecutor
 from engine.core.masks import Masks
+from engine.core.requests import Requests
 from engine.core.scheduler import Scheduler
 from engine.errors import CheckpointError
 from engine.lifeline import Allocate, Configure, Lifeline, RanksReady, Ready, StepTimes, run
@@ -35,6 +35,25 @@ from engine.protocol import Abort, Control, FrontMessage, GenerateRequest, Load,
 logger = logging.getLogger(__name__)
 LOG_PERIOD_S = 1.0
 _TURN_BYTES = 1 << 19  # of messages between two plans: page keys of a prompt of 128k tokens take some 3 ms
+
+
+class Intake:
+    """The one way by which a request enters the core: it queues new requests, and has masks made for those that need them."""
+
+    def __init__(self, requests: Requests, masks: Masks) -> None:
+        self._requests = requests
+        self._masks = masks
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request, or refuse it if it can never run here."""
+        params = request.params
+        needs_masks = params.grammar is not None or params.thought is not None
+        if needs_masks and not self._masks.available:
+            self._requests.refuse(request.id, "grammars are not available: the checkpoint has no tokenizer to make them for")
+            return
+        sequence = self._requests.add(request)
+        if sequence is not None:
+            self._masks.add(sequence)
 
 
 class Core:

@@ -55,7 +55,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("drafts-behind-the-limit", "engine/core/test_scheduler.py",
          "sequence.drafts.planned, sequence.limit - 2 - sequence.planned)", "sequence.drafts.planned)"),
         ("row-runs-before-its-mask", "engine/core/test_scheduler.py engine/core/test_masks.py",
-         "elif high < sequence.limit - 1 and not sequence.waits:", "elif high < sequence.limit - 1:"),
+         "elif planned < sequence.limit - 1 and not sequence.waits:", "elif planned < sequence.limit - 1:"),
     ),
     "engine/core/requests.py": (
         ("priority-is-ignored", "engine/core/test_policy.py engine/core/test_scheduler.py",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from llguidance import LLParserLimits
 
-from engine.core.intake import Intake
+from engine.core.loop import Intake
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
 from engine.front.call_grammar import CallGrammar

@@ -269,3 +269,26 @@ def test_a_target_holds_encoders_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1950 / 130 <= beside_pictures(5.0)[1] <= 1950 / 126
     monkeypatch.setattr(StepBudget, "holds_encodes", False)
     assert beside_pictures(11.0)[0] > 13
+
+
+def waits_after(ended: int) -> list[bool]:
+    """Whether each of two sequences still waits, for the first and the second of two transfers, once those up to `ended` have
+    ended."""
+    pending, ids = PendingTransfers(), (1, 2)
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32))
+    sequences = [scheduler.requests.add(request_of(number, [5] * 3)) for number in ids]
+    for transfer, sequence in zip(ids, sequences, strict=True):
+        assert sequence is not None
+        pending.begin()
+        pending.wait(sequence, transfer)
+    pending.end(ended)
+    pending.release()
+    return [bool(sequence and sequence.waits) for sequence in sequences]
+
+
+def test_a_sequence_waits_for_its_own_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on once that transfer has ended, whatever runs after it. Planted fault: it waits until nothing runs."""
+    assert [waits_after(ended) for ended in range(3)] == [[True, True], [False, True], [False, False]]
+    release = PendingTransfers.release
+    monkeypatch.setattr(PendingTransfers, "release", lambda self: None if self.running else release(self))
+    assert waits_after(1) == [True, True]

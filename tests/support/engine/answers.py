@@ -12,8 +12,7 @@ from unittest import mock
 import msgspec
 
 from engine.core.draft_policy import DraftPolicy
-from engine.core.intake import Intake
-from engine.core.loop import make_scheduler, read_vocabulary
+from engine.core.loop import Intake, make_scheduler, read_vocabulary
 from engine.core.masks import Masks
 from engine.logit_adjustments import LogitAdjustments
 from engine.plan import StepPlan, StepResult

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.core.intake import Intake
+from engine.core.loop import Intake
 from engine.core.masks import Masks
 from engine.front.reply import Markers
 from engine.front.text import TextProcessor

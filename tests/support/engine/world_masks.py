@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.core import results
-from engine.core.intake import Intake
+from engine.core.loop import Intake
 from engine.core.masks import SLOW_S, Masks
 from engine.core.scheduler import Scheduler
 from engine.errors import GenerationFailed
