@@ -12,7 +12,7 @@ from engine.core.pages import PagePool
 from engine.core.prefix import PrefixCache
 from engine.core.results import Results
 from engine.core.scheduler import Scheduler
-from engine.core.sequence import Sequence
+from engine.core.sequence import MediaState, Sequence
 from engine.geometry import KVGroup
 from engine.plan import StepPlan
 from engine.protocol import FinishReason, PromptLogprobs
@@ -125,7 +125,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "prompt's logprobs told again": lambda patch: patch.setattr(PromptLogprobs, "after", lambda self, position: self),
     "rows behind a cut go on": lambda patch: patch.setattr(Sequence, "step_back", lambda self: None),
     "rows run before their masks": lambda patch: patch.setattr(MaskState, "update_wait", lambda self: self.sequence.waits.clear()),
-    "spans cut by chunks": lambda patch: patch.setattr(Sequence, "last_end", lambda self, end: end),
+    "spans cut by chunks": lambda patch: patch.setattr(MediaState, "last_end", lambda self, end: end),
     "another picture's pages": lambda patch: patch.setattr(prefix, "_media_by_page", lambda media, page: {}),
 }  # fmt: skip
 
