@@ -29,7 +29,7 @@ as one forward. Ranks clear rows before releases, which comes to the same: both 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -45,6 +45,7 @@ from engine.protocol import (
     token_bytes,
 )
 
+T = TypeVar("T")
 Section = list[tuple[int, ...]]  # of a plan: rows of as many numbers as SECTIONS says
 
 # Kernels get those of these numbers that they need as constexprs.
@@ -74,6 +75,11 @@ ROW_EMPTY = 2
 NUMBER_MASK = 0x7FFFFFFF  # of an admission's number, what a result row carries
 
 
+def in_result_order(chunks: Iterable[T], rows: Iterable[T]) -> list[T]:
+    """Return what belongs to the rows of a result, in their order: chunks that give a token come first, then decode rows."""
+    return [*chunks, *rows]
+
+
 class Admission(NamedTuple):
     """A sequence takes `slot`: all its tokens so far (after a preemption also generated ones) and how it samples. One whose rows in
     flight are dropped takes its own slot again, with the pages that it has.
@@ -92,11 +98,10 @@ class Admission(NamedTuple):
 
 
 class StepPlan(msgspec.Struct):
-    """One step for every rank. Result rows come in the order: chunks that sample, then decode rows.
+    """One step for every rank.
 
-    `masked`: in some rows not every token may come; the step's
-    StepMasks say which. `drafts`: that ranks make behind each sequence. `media`: the items of its encodes, which go another way
-    (`engine.step_media`).
+    `masked`: in some rows not every token may come; the step's StepMasks say which. `drafts`: how many ranks make after the token
+    of each sequence. `media`: the items of its encodes, which go another way (`engine.step_media`).
     """
 
     step: int
@@ -116,8 +121,8 @@ class StepPlan(msgspec.Struct):
     @property
     def result_slots(self) -> list[int]:
         """Slot of each result row."""
-        chunks = [slot for slot, _, end, first_logit, *_ in self.chunks if first_logit < end]
-        return chunks + [slot for slot, *_ in self.rows]
+        sampling = [slot for slot, _, end, first_logit, *_ in self.chunks if first_logit < end]
+        return in_result_order(sampling, [slot for slot, *_ in self.rows])
 
     @property
     def prompt_tokens(self) -> int:
@@ -152,7 +157,7 @@ class PlanView(NamedTuple):
     @property
     def result_slots(self) -> np.ndarray:
         """Slot of each result row, int32."""
-        return np.concatenate([self.chunks[self.chunks[:, 3] < self.chunks[:, 2], 0], self.rows[:, 0]])
+        return np.concatenate(in_result_order([self.chunks[self.chunks[:, 3] < self.chunks[:, 2], 0]], [self.rows[:, 0]]))
 
 
 class ResultRow(NamedTuple):
@@ -190,7 +195,7 @@ class StepResult(NamedTuple):
     table     int32 [n, 4 + W + D], in the order of the plan's result rows
     logprobs  of the rows that report them, one a token
     prompts   of the chunks that report logprobs of prompt tokens, in the plan's order
-    encoded   plans since boot whose encodes have ended
+    ended     the last transfer that has ended: the number of plans with encodes, since boot, whose encodes have ended
     took_us   microseconds of rank 0's device for the step, and without work before it (`Launched`); 0: not known
     """
 
@@ -198,8 +203,13 @@ class StepResult(NamedTuple):
     table: np.ndarray
     logprobs: Mapping[int, Sequence[Logprobs]]
     prompts: Sequence[PromptRow]
-    encoded: int
+    ended: int
     took_us: int
+
+    def split(self, decode_rows: int) -> tuple[range, range]:
+        """Return the indices of the rows of chunks, and of so many decode rows (`in_result_order`)."""
+        first = len(self.table) - decode_rows
+        return range(first), range(first, len(self.table))
 
     def row(self, index: int) -> ResultRow:
         """Returns one row as an object."""
@@ -291,11 +301,11 @@ def encode_rows(
     table: np.ndarray,
     logprobs: Mapping[int, Sequence[Logprobs]],
     prompts: Sequence[PromptRow] = (),
-    encoded: int = 0,
+    ended: int = 0,
 ) -> bytes:
     """Returns the bytes of a result; the arguments are as in StepResult."""
     reports = _encode((logprobs, prompts))
-    header = _RESULT.pack(0, step, len(table), table.shape[1] - RESULT_HEAD, encoded)
+    header = _RESULT.pack(0, step, len(table), table.shape[1] - RESULT_HEAD, ended)
     return b"".join([header, table.tobytes(), reports])
 
 
@@ -306,8 +316,8 @@ def with_time(result: bytes, took_us: int) -> bytes:
 
 def decode_result(data: bytes) -> StepResult:
     """Read the result in `data`, in place; raises an error when its length is wrong."""
-    took_us, step, n_rows, width, encoded = _RESULT.unpack_from(data)
+    took_us, step, n_rows, width, ended = _RESULT.unpack_from(data)
     columns = RESULT_HEAD + width
     table = np.frombuffer(data, np.int32, n_rows * columns, _RESULT.size).reshape(n_rows, columns)
     logprobs, prompts = _decode_reports(memoryview(data)[_RESULT.size + table.nbytes :])
-    return StepResult(step, table, logprobs, prompts, encoded, took_us)
+    return StepResult(step, table, logprobs, prompts, ended, took_us)

@@ -1,9 +1,8 @@
 """New sequences into the tables of all slots: what the host says of them, in one upload and one launch.
 
-    packed   a record a sequence, then of each its stop ids and its tokens
-    record   slot, where its stop ids begin in `packed`, stop ids, tokens, length | integers, as 6 words | floats, as 3 words
+    packed   a record (RECORD_FIELDS) of each sequence, then the stop ids and the tokens of each
 
-The slot's rows of the page tables become 0, and its stop ids behind those given -1; its tokens behind those given stay.
+The slot's rows of the page tables become 0, and its stop ids after those given -1. Its tokens after those given stay.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,25 @@ from triton.language import constexpr
 from kernels.launch import cdiv, check_contiguous, enabled, launch, trigger, wait
 from kernels.sampling_batch import SlotParameters
 
-RECORD = 14
+# The record of a sequence: a name and a numpy format a field, without padding. It is declared here and nowhere else.
+RECORD_FIELDS = (
+    ("slot", "<i4"),
+    ("begin", "<i4"),  # where its stop ids begin in `packed`; its tokens follow them
+    ("stop_ids", "<i4"),  # how many
+    ("tokens", "<i4"),  # how many
+    ("length", "<i4"),
+    ("seed", "<i8"),  # from here on as in SlotParameters.integers
+    ("top_k", "<i8"),
+    ("min_length", "<i8"),
+    ("temperature", "<f4"),  # from here on as in SlotParameters.floats
+    ("top_p", "<f4"),
+    ("min_p", "<f4"),
+)
+_WORDS = [int(form[-1]) // 4 for _, form in RECORD_FIELDS]
+_NAMES = [name for name, _ in RECORD_FIELDS]
+RECORD = sum(_WORDS)  # int32 of a record
+_INTEGERS = sum(_WORDS[: _NAMES.index("seed")])
+_FLOATS = sum(_WORDS[: _NAMES.index("temperature")])
 _BLOCK = 1024
 
 
@@ -34,7 +51,7 @@ def admit(
             _admit, (count, blocks),
             packed, tokens, tokens.shape[1], lengths, first, first.shape[1], last, last.shape[1],
             parameters.integers.view(torch.int32), parameters.floats.view(torch.int32), parameters.stop,
-            RECORD=RECORD, STOPS=stops, BLOCK=_BLOCK,
+            RECORD=RECORD, INTEGERS=_INTEGERS, FLOATS=_FLOATS, STOPS=stops, BLOCK=_BLOCK,
         )  # fmt: skip
         return
     for record in packed[: count * RECORD].view(count, RECORD):
@@ -45,14 +62,14 @@ def admit(
         parameters.stop[slot, :stop_ids] = packed[begin : begin + stop_ids]
         tokens[slot, :size] = packed[begin + stop_ids : begin + stop_ids + size]
         lengths[slot] = length
-        parameters.integers[slot] = record[5:11].clone().view(torch.int64)
-        parameters.floats[slot] = record[11:].view(torch.float32)
+        parameters.integers[slot] = record[_INTEGERS:_FLOATS].clone().view(torch.int64)
+        parameters.floats[slot] = record[_FLOATS:].view(torch.float32)
 
 
 @triton.jit(do_not_specialize=["tokens_width", "first_width", "last_width"])
 def _admit(
     packed, tokens, tokens_width, lengths, first_table, first_width, last_table, last_width, integers, floats, stop,
-    RECORD: constexpr, STOPS: constexpr, BLOCK: constexpr, PDL: constexpr,
+    RECORD: constexpr, INTEGERS: constexpr, FLOATS: constexpr, STOPS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BLOCK entries of a sequence's rows."""
     trigger(PDL)
@@ -68,5 +85,5 @@ def _admit(
     if tl.program_id(1) == 0:
         tl.store(lengths + slot, tl.load(record + 4))
         word = tl.arange(0, 8)
-        tl.store(integers + slot * 6 + word, tl.load(record + 5 + word, word < 6, 0), word < 6)
-        tl.store(floats + slot * 3 + word, tl.load(record + 11 + word, word < 3, 0), word < 3)
+        tl.store(integers + slot * 6 + word, tl.load(record + INTEGERS + word, word < 6, 0), word < 6)
+        tl.store(floats + slot * 3 + word, tl.load(record + FLOATS + word, word < 3, 0), word < 3)

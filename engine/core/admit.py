@@ -28,8 +28,8 @@ class AdmissionBudget:
     def reserve(self, sequence: Sequence) -> None:
         """Counts a running sequence, and reserves the pages that its prompt still needs."""
         self._running += 1
-        if sequence.high < sequence.target:
-            for run in sequence.runs:
+        if sequence.planned < sequence.target:
+            for run in sequence.pages.runs:
                 self._promised[run.pool] += max(0, run.pool.group.worst_pages(sequence.target + 1) - len(run.pages))
 
     def fits(self, sequence: Sequence, hit: Hit) -> bool:
@@ -65,7 +65,7 @@ class Admissions:
 
     def readmit(self, sequence: Sequence) -> bool:
         """Admit a sequence that has stepped back, with its slot and pages; False if the plan has no room for it beside others."""
-        if not self._fits_plan(sequence, sum(len(run.pages) for run in sequence.runs)):
+        if not self._fits_plan(sequence, sum(len(run.pages) for run in sequence.pages.runs)):
             return False
         self._requests.readmit(sequence)
         self._allocator.append_again(sequence, self._plan)
@@ -74,7 +74,7 @@ class Admissions:
 
     def _add_to_plan(self, sequence: Sequence) -> None:
         slot, tokens = sequence.slot, array("i", sequence.tokens)
-        self._plan.admissions.append(Admission(slot, sequence.number, tokens, sequence.prompt, sequence.params, sequence.low))
+        self._plan.admissions.append(Admission(slot, sequence.number, tokens, sequence.prompt, sequence.params, sequence.committed))
 
     def _fits_plan(self, sequence: Sequence, pages: int) -> bool:
         """Count an admission with so many pages in the plan; False if the plan has no room for it beside others."""
@@ -95,7 +95,7 @@ class Admissions:
         if not candidates:
             return
         page_budget, passed = AdmissionBudget(self._requests), []
-        prefills = [sequence for sequence in self._requests.running if sequence.low < sequence.target]
+        prefills = [sequence for sequence in self._requests.running if sequence.committed < sequence.target]
         for sequence in candidates:
             if not self._requests.free_slots:
                 return
@@ -106,7 +106,7 @@ class Admissions:
             if self._allocator.being_computed(sequence, hit, prefills, self._gain):
                 continue
             holds_up = sequence.overtaken >= self._policy.overtaking
-            long = [other for other in prefills if other.target - other.high > self._budget] if left > self._budget else []
+            long = [other for other in prefills if other.target - other.planned > self._budget] if left > self._budget else []
             if (len(long) >= self._policy.long and not holds_up) or not page_budget.fits(sequence, hit):
                 if holds_up:
                     return
@@ -125,9 +125,9 @@ class Admissions:
         self._requests.admit(sequence)
         self._allocator.attach(sequence, hit, self._plan)
         self._add_to_plan(sequence)
-        if sequence.first_cached < 0:
-            sequence.first_cached = sequence.low
+        if sequence.pages.first_cached < 0:
+            sequence.pages.first_cached = sequence.committed
             self._requests.started.append(sequence.id)
             if not sequence.scores:
                 self._requests.counters.queried_tokens += len(sequence.tokens)
-                self._requests.counters.hit_tokens += sequence.low
+                self._requests.counters.hit_tokens += sequence.committed

@@ -36,13 +36,13 @@ class Allocator:
     def fitting(self, sequence: Sequence, count: int, headroom: int = 0) -> int:
         """How many of the next `count` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""
         pages = max(0, min(pool.available for pool in self.pools) - headroom)
-        return min(count, sequence.held + pages * self.page - sequence.high)
+        return min(count, sequence.pages.held + pages * self.page - sequence.planned)
 
     def hold(self, sequence: Sequence, end: int, plan: StepPlan) -> None:
         """Take the pages for positions up to `end`."""
-        count = max(0, -(-(end - sequence.held) // self.page))
-        sequence.held += count * self.page
-        for run in sequence.runs:
+        count = max(0, -(-(end - sequence.pages.held) // self.page))
+        sequence.pages.held += count * self.page
+        for run in sequence.pages.runs:
             pool = run.pool
             self.cache.make_free(pool, count)
             pages = pool.take(count)
@@ -58,32 +58,38 @@ class Allocator:
 
     def append_again(self, sequence: Sequence, plan: StepPlan) -> None:
         """Append all pages of a sequence to the ranks' tables, as if they were new."""
-        for run in sequence.runs:
+        for run in sequence.pages.runs:
             self._append(sequence, run, run.pages, plan)
 
     def release(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Give back the pages that no position from the edge of `low`'s page on can see."""
-        for run in sequence.runs:
+        """Give back the pages that no position from the edge of `committed`'s page on can see."""
+        for run in sequence.pages.runs:
             pool, first = run.pool, run.first
-            dropped = run.drop_before(first_page(pool.group, sequence.low))
+            dropped = run.drop_before(first_page(pool.group, sequence.committed))
             if dropped:
                 pool.give(dropped)
                 plan.releases.append((pool.group.index, sequence.slot, first, len(dropped)))
-        sequence.release_at = (sequence.low // self.page + 1) * self.page
+        sequence.pages.release_at = (sequence.committed // self.page + 1) * self.page
 
     def give_all(self, sequence: Sequence) -> None:
         """Give back every page of a sequence that leaves its slot.
 
-        Results of its rows in flight are dropped, so what they write beyond `low` is not known to be finite either.
+        Results of its rows in flight are dropped, so what they write beyond `committed` is not known to be finite either.
         """
-        if sequence.not_finite:
-            self.cache.discard(self._keys(sequence, sequence.low // self.page))
-        written = max(sequence.high, sequence.dropped)
-        for run in sequence.runs:
+        if sequence.pages.not_finite:
+            self.cache.discard(self._keys(sequence, sequence.committed // self.page))
+        for run in sequence.pages.runs:
             pool = run.pool
-            certain = 0 if sequence.not_finite else sequence.low // self.page if written > sequence.low else run.end
+            certain = self._finite_end(sequence, run)
             pool.not_finite.update(page for page in run.pages[max(0, certain - run.first) :] if pool.holders[page] == 1)
             pool.give(run.pages)
+
+    def _finite_end(self, sequence: Sequence, run: PageRun) -> int:
+        """The table entries before this one hold finite values only."""
+        if sequence.pages.not_finite:
+            return 0
+        written = max(sequence.planned, sequence.pages.dropped)
+        return sequence.committed // self.page if written > sequence.committed else run.end
 
     # -- prefixes
 
@@ -93,31 +99,34 @@ class Allocator:
         within no span: equal keys mean equal spans, and where a prefix was left there was none."""
         if not self._caches:
             return self.cache.find([])
-        if sequence.hit is None or sequence.hit.version != self.cache.version:
+        if sequence.pages.hit is None or sequence.pages.hit.version != self.cache.version:
             self._keys(sequence, (len(sequence.tokens) - 1) // self.page)
             pages = self._uncut_pages(sequence, sequence.reusable // self.page)
-            sequence.hit = self.cache.find(self._keys(sequence, pages))
-        return sequence.hit
+            sequence.pages.hit = self.cache.find(self._keys(sequence, pages))
+        return sequence.pages.hit
 
     def _uncut_pages(self, sequence: Sequence, pages: int) -> int:
         """The most of its first pages, at most so many, that end within no span."""
-        while (end := sequence.last_end(pages * self.page)) < pages * self.page:
+        while (end := sequence.media.last_end(pages * self.page)) < pages * self.page:
             pages = end // self.page
         return pages
 
     def attach(self, sequence: Sequence, hit: Hit, plan: StepPlan) -> None:
         """Let an admitted sequence share the pages of a hit, and note where it is to leave tails for others."""
-        self.cache.use(sequence.keys, hit)
-        for run in sequence.runs:
+        self.cache.use(sequence.pages.keys, hit)
+        for run in sequence.pages.runs:
             run.pages = list(hit.full if run.pool is self._full else hit.tail)
             run.first = hit.count - len(run.pages)
             run.pool.share(run.pages)
             self._append(sequence, run, run.pages, plan)
-        sequence.low = sequence.high = sequence.held = hit.count * self.page
+        found = hit.count * self.page
+        sequence.committed = found
+        sequence.planned = found
+        sequence.pages.held = found
         if self._caches:
             points = {hit.branch, (sequence.prompt - 1) // self.page, *turn_ends(sequence, self.page)}
             points = {self._uncut_pages(sequence, point) for point in points}
-            sequence.cache_points = sorted(point for point in points if point > hit.count)
+            sequence.pages.cache_points = sorted(point for point in points if point > hit.count)
 
     def being_computed(self, sequence: Sequence, hit: Hit, prefills: Iterable[Sequence], gain: int) -> bool:
         """Whether a running prefill is about to compute at least `gain` tokens more of this prompt than the hit has.
@@ -126,44 +135,45 @@ class Allocator:
         one system prompt, cost one prefill.
         """
         for other in prefills:
-            shared = self._uncut_pages(sequence, min(equal_keys(sequence.keys, other.keys), sequence.reusable // self.page))
-            if shared * self.page > other.low and (shared - hit.count) * self.page >= gain:
-                if shared not in other.cache_points:
-                    bisect.insort(other.cache_points, shared)
+            equal = equal_keys(sequence.pages.keys, other.pages.keys)
+            shared = self._uncut_pages(sequence, min(equal, sequence.reusable // self.page))
+            if shared * self.page > other.committed and (shared - hit.count) * self.page >= gain:
+                if shared not in other.pages.cache_points:
+                    bisect.insort(other.pages.cache_points, shared)
                 return True
         return False
 
     def cache_passed_points(self, sequence: Sequence) -> None:
         """Cache the prefixes at the points that the sequence has passed; the last one is the prompt's end."""
-        while sequence.cache_points and sequence.low >= sequence.cache_points[0] * self.page:
-            point = sequence.cache_points.pop(0)
-            self._insert(sequence, point, supersedes=not sequence.cache_points)
+        while sequence.pages.cache_points and sequence.committed >= sequence.pages.cache_points[0] * self.page:
+            point = sequence.pages.cache_points.pop(0)
+            self._insert(sequence, point, supersedes=not sequence.pages.cache_points)
 
     def cache_computed(self, sequence: Sequence) -> None:
         """Cache what a sequence that leaves its slot has computed."""
-        pages = sequence.low // self.page
+        pages = sequence.committed // self.page
         if self._caches and self._uncut_pages(sequence, pages) == pages:
             self._insert(sequence, pages)
 
     def _insert(self, sequence: Sequence, count: int, *, supersedes: bool = False) -> None:
-        """Cache its first `count` pages. The tail is still held, because pages are released from the edge of `low`'s page."""
-        *sliding, full = sequence.runs
+        """Cache its first `count` pages. The tail is still held, because pages are released from the edge of `committed`'s page."""
+        *sliding, full = sequence.pages.runs
         tail = [page for run in sliding for page in run.between(first_page(run.pool.group, count * self.page), count)]
         self.cache.insert(self._keys(sequence, count), full.between(0, count), tail, supersedes=supersedes)
 
     def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
-        if len(sequence.keys) < count:
-            extend_keys(sequence.keys, sequence.root, sequence.tokens, self.page, count, sequence.media)
-        return sequence.keys[:count]
+        if len(sequence.pages.keys) < count:
+            extend_keys(sequence.pages.keys, sequence.pages.root, sequence.tokens, self.page, count, sequence.media.items)
+        return sequence.pages.keys[:count]
 
 
-def first_page(group: KVGroup, low: int) -> int:
-    """The first table index that a sequence with `low` computed positions holds.
+def first_page(group: KVGroup, committed: int) -> int:
+    """The first table index that a sequence with `committed` computed positions holds.
 
-    It is counted from the edge of low's page: whole pages below `low` with the window before that edge can be shared, and
-    the window's worst case is the same, because the page of `low` is held anyway.
+    The window is counted from the edge of the page of `committed`, so that whole pages and the window before them can be shared.
+    The window's worst case is the same, because the page of `committed` is held anyway.
     """
-    return group.pages_for(low - low % group.page, low + 1).start
+    return group.pages_for(committed - committed % group.page, committed + 1).start
 
 
 def turn_ends(sequence: Sequence, page: int) -> set[int]:

@@ -3,7 +3,7 @@
                      Scheduler.commit  <-- RingExecutor.poll    at most two plans are out: one running, one queued
                      Scheduler.schedule --> RingExecutor.submit; masks of a step when those of all its rows are there
     front socket <-- one TokenBatch a turn of the loop, if there is something to tell
-    front socket --> Requests.add / abort
+    front socket --> Intake.add, Requests.abort
 
 While plans are out or threads make masks, it polls; with nothing to do it sleeps in `select` on the front socket. Any exception
 here ends the group; one raised while reading a message ends that request only.
@@ -25,6 +25,7 @@ from engine.config import EngineConfig
 from engine.core.links import FrontLink, RingExecutor
 from engine.core.masks import Masks
 from engine.core.received_media import ReceivedMedia
+from engine.core.requests import Requests
 from engine.core.scheduler import Scheduler
 from engine.errors import CheckpointError
 from engine.lifeline import Allocate, Configure, Lifeline, RanksReady, Ready, StepTimes, run
@@ -47,6 +48,25 @@ LOG_PERIOD_S = 1.0
 _TURN_BYTES = 1 << 19  # of messages between two plans: page keys of a prompt of 128k tokens take some 3 ms
 
 
+class Intake:
+    """The one way by which a request enters the core: it queues new requests, and has masks made for those that need them."""
+
+    def __init__(self, requests: Requests, masks: Masks) -> None:
+        self._requests = requests
+        self._masks = masks
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request, or refuse it if it can never run here."""
+        params = request.params
+        needs_masks = params.grammar is not None or params.thought is not None
+        if needs_masks and not self._masks.available:
+            self._requests.refuse(request.id, "grammars are not available: the checkpoint has no tokenizer to make them for")
+            return
+        sequence = self._requests.add(request)
+        if sequence is not None:
+            self._masks.add(sequence)
+
+
 class Core:
     """The loop around the scheduler."""
 
@@ -61,6 +81,7 @@ class Core:
     ) -> None:
         self._scheduler, self._requests = scheduler, scheduler.requests
         self._masks = Masks(scheduler.requests, vocabulary, scheduler.config.widest)
+        self._intake = Intake(scheduler.requests, self._masks)
         self._executor = executor
         self._link = link
         self._lifeline = lifeline
@@ -108,7 +129,7 @@ class Core:
     def _handle(self, message: FrontMessage) -> None:
         match message:
             case GenerateRequest():
-                self._masks.add(self._media.complete(message))
+                self._intake.add(self._media.complete(message))
             case MediaPiece():
                 self._media.add(message)
             case MediaEnd():

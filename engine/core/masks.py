@@ -33,7 +33,7 @@ from engine.core.sequence import Sequence
 from engine.errors import GenerationFailed
 from engine.matcher import Matcher, Vocabulary, compile_stack, threads
 from engine.plan import DEPTH, StepPlan
-from engine.protocol import GenerateRequest, ThoughtBudget
+from engine.protocol import ThoughtBudget
 from engine.step_masks import allows, encode_masks, mask_words, only
 
 T = TypeVar("T")
@@ -85,8 +85,10 @@ class ThoughtLimit:
 
 @dataclass(eq=False)
 class MaskState:
-    """All of the masks of a request with a grammar, or with a thinking budget; its sequence knows `masked` and `waits` alone.
+    """All of the masks of a request with a grammar, or with a thinking budget. Its sequence learns what they mean for its rows by
+    `Sequence.set_masks`.
 
+    masked    its tokens need masks
     compiled  a matcher at the grammar's start, which others may share, and its first mask; None: it has no grammar
     limit     of its thoughts
     ending    no grammar holds now: it is masked because its thought may have to end
@@ -101,6 +103,7 @@ class MaskState:
     trigger: int | None
     limit: ThoughtLimit | None
     read: int
+    masked: bool = False
     ending: bool = False
     matcher: Matcher | None = None
     masks: np.ndarray | None = None
@@ -111,7 +114,7 @@ class MaskState:
     @property
     def constrained(self) -> bool:
         """Its next token is one of its grammar."""
-        return self.sequence.masked and not self.ending
+        return self.masked and not self.ending
 
     @property
     def late(self) -> bool:
@@ -121,24 +124,18 @@ class MaskState:
     def constrain(self, length: int) -> None:
         """From now on its tokens need masks. If a row in flight gives the token at index `length`, rows in flight are dropped, and
         their positions computed again."""
-        sequence = self.sequence
-        sequence.masked = True
-        self.update_drafts()
-        if not self.ending:
-            sequence.waits.add("mask")
-        if sequence.high >= length:
-            sequence.step_back()
+        self.masked = True
+        self._tell(waits=not self.ending, first=length)
 
     def unconstrain(self) -> None:
         """From now on its tokens need no mask."""
-        self.sequence.masked = False
-        self.sequence.waits.discard("mask")
-        self.update_drafts()
+        self.masked = False
+        self._tell(waits=False)
 
-    def update_drafts(self) -> None:
-        """It may draft, unless it waits for the end of a thought, or for slow masks."""
-        sequence = self.sequence
-        sequence.may_draft = sequence.params.drafts and not (sequence.masked and (self.ending or self.slow > 0))
+    def _tell(self, *, waits: bool, first: int | None = None) -> None:
+        """Tell the sequence. Its rows have no drafts while a thought may have to end, or while masks are slow."""
+        may_draft = not (self.masked and (self.ending or self.slow > 0))
+        self.sequence.set_masks(masked=self.masked, waits=waits, may_draft=may_draft, first=first)
 
     def consume(self, tokens: "array[int]") -> "array[int]":
         """Consume tokens of the grammar; returns those behind its end, if tokens are free there."""
@@ -152,10 +149,8 @@ class MaskState:
     def update_wait(self) -> None:
         """Unless masks are late, the next row waits for its own: one that is made, and that no row in flight uses."""
         sequence = self.sequence
-        if self.late or sequence.high < self.length == len(sequence.tokens):
-            sequence.waits.discard("mask")
-        else:
-            sequence.waits.add("mask")
+        made = sequence.planned < self.length == len(sequence.tokens)
+        self._tell(waits=not (self.late or made))
 
 
 class MaskedRow(NamedTuple):
@@ -169,7 +164,7 @@ class MaskedRow(NamedTuple):
     @property
     def length(self) -> int:
         """Its first token's index; while rows before it are in flight, an upper bound."""
-        return self.most - self.state.sequence.rejected
+        return self.most - self.state.sequence.drafts.rejected
 
     @property
     def unmasked(self) -> bool:
@@ -216,16 +211,16 @@ class Masks:
         """Whether a thread compiles a request's grammar, or makes its mask: then `advance` must be called again and again."""
         return any(state.constrained and (state.matcher is None or state.making is not None) for state in self._states)
 
-    def add(self, request: GenerateRequest) -> None:
-        """Queue a request. If it needs masks, start to compile its grammar, or refuse it."""
-        grammar = request.params.grammar
-        thought = request.params.thought
-        free = grammar is None and thought is None
-        if self._vocabulary is None and not free:
-            self._requests.refuse(request.id, "grammars are not available: the checkpoint has no tokenizer to make them for")
-            return
-        sequence = self._requests.add(request)
-        if sequence is None or free:
+    @property
+    def available(self) -> bool:
+        """Whether there is a vocabulary to make masks for."""
+        return self._vocabulary is not None
+
+    def add(self, sequence: Sequence) -> None:
+        """Make masks for a new sequence, if its request needs them: start to compile its grammar."""
+        grammar = sequence.params.grammar
+        thought = sequence.params.thought
+        if grammar is None and thought is None:
             return
         length = len(sequence.tokens)
         compiled = None if grammar is None else self._compiled(grammar.text)
@@ -257,7 +252,7 @@ class Masks:
         for state in self._states:
             sequence = state.sequence
             if sequence.masked and (width := widths.get(sequence.slot)):
-                rows.append(MaskedRow(state, sequence.number, width, sequence.high - width + 1 + sequence.rejected))
+                rows.append(MaskedRow(state, sequence.number, width, sequence.planned - width + 1 + sequence.drafts.rejected))
                 state.update_wait()
         assert rows, plan
         self._planned.append((plan.step, rows))
@@ -363,7 +358,7 @@ class Masks:
     def _make_masks(self, states: list[MaskState]) -> None:
         """Make the masks of each one's next token, and of those behind its drafts."""
         matchers = [present(state.matcher) for state in states]
-        drafts = [state.sequence.drafted for state in states]
+        drafts = [state.sequence.drafts.tokens for state in states]
         for state, matcher, masks in zip(states, matchers, present(self._vocabulary).masks(matchers, drafts), strict=True):
             try:
                 matcher.check(masks[0])
@@ -375,7 +370,6 @@ class Masks:
     def _take_masks(self, state: MaskState, masks: np.ndarray) -> None:
         """Masks are made: note whether the grammar counts as slow."""
         state.slow = SLOW_TOKENS if present(state.matcher).mask_s > SLOW_S else max(0, state.slow - 1)
-        state.update_drafts()
         self._set_masks(state, masks)
 
     def _set_masks(self, state: MaskState, masks: np.ndarray) -> None:
@@ -386,6 +380,6 @@ class Masks:
             for index, bits in enumerate(masks):
                 if limit.must_end and allows(bits, limit.end):
                     bits[:] = only(limit.end, self._size)
-                limit.read(state.sequence.drafted[index : index + 1])
+                limit.read(state.sequence.drafts.tokens[index : index + 1])
         state.masks, state.length = masks, state.read
         state.update_wait()

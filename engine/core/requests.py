@@ -6,8 +6,9 @@ received = finished + refused + aborted + failed + (waiting + running), always.
 import bisect
 
 from engine.core.allocator import Allocator
+from engine.core.pending import PendingTransfers
 from engine.core.prefix import root_key
-from engine.core.sequence import Sequence
+from engine.core.sequence import DraftState, MediaState, PageState, Sequence
 from engine.errors import InvalidRequest
 from engine.media_geometry import MediaGeometries
 from engine.protocol import (
@@ -38,6 +39,7 @@ class Requests:
         self.encoders = encoders
         self.allocator = allocator
         self.counters = Counters()
+        self.pending = PendingTransfers()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.unfinished: dict[int, Sequence] = {}
@@ -62,10 +64,17 @@ class Requests:
             self.refuse(request.id, str(error), error.code)
             return None
         self.counters.received += 1
-        root, precedence = root_key(request.salt), (request.priority, self.counters.received)
-        sequence = Sequence(request.id, tokens, len(tokens), limit, request.params, precedence, root, request.media)
-        if not any(pool.group.bidirectional for pool in self.allocator.pools):  # no layer sees a span both ways
-            sequence.spans.clear()
+        sequence = Sequence(
+            request.id,
+            tokens,
+            prompt=len(tokens),
+            limit=limit,
+            params=request.params,
+            precedence=(request.priority, self.counters.received),
+            pages=PageState(root_key(request.salt)),
+            drafts=DraftState(request.params.drafts),
+            media=MediaState(request.media, self._spans(request.media)),
+        )
         self.unfinished[request.id] = sequence
         self._enqueue(sequence)
         return sequence
@@ -108,6 +117,11 @@ class Requests:
                 end = span_end
             end = item.end
 
+    def _spans(self, media: tuple[MediaItem, ...]) -> list[tuple[int, int]]:
+        """Return the spans that a layer sees both ways, in order."""
+        bidirectional = any(pool.group.bidirectional for pool in self.allocator.pools)
+        return [span for item in media for span in item.spans] if bidirectional else []
+
     def admit(self, sequence: Sequence) -> None:
         """Give a waiting sequence a slot under a new admission number."""
         self.waiting.remove(sequence)
@@ -133,9 +147,10 @@ class Requests:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Take slot and pages back; rows of this admission still in flight become stale."""
-        if not sequence.not_finite:
+        if not sequence.pages.not_finite:
             self.allocator.cache_computed(sequence)
         self.allocator.give_all(sequence)
+        self.pending.forget(sequence)
         self.running.remove(sequence)
         self.free_slots.append(sequence.leave())
 
@@ -156,7 +171,7 @@ class Requests:
 
     def fail(self, sequence: Sequence, error: str, *, invalid: bool = False, not_finite: bool = False) -> None:
         """End a request that cannot go on; its client gets `error`. `not_finite`: what it computed was not finite."""
-        sequence.not_finite = not_finite
+        sequence.pages.not_finite = not_finite
         self.end(sequence, Output(sequence.id, finish=FinishReason.error, error=error, invalid=invalid))
 
     def end(self, sequence: Sequence, output: Output) -> None:

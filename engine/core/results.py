@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.core.drafting import Drafting
+from engine.core.draft_policy import DraftPolicy
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
 from engine.core.step_budget import Expected
-from engine.plan import NUMBER_MASK, ResultRow, StepPlan, StepResult, has_numbers
+from engine.plan import NUMBER_MASK, ResultRow, StepPlan, StepResult, has_numbers, in_result_order
 from engine.protocol import FinishReason, Output
 
 _NOT_FINITE = "the model's logits were not finite"
@@ -28,12 +28,12 @@ class ChunkRow(NamedTuple):
 
 
 class InFlightStep(msgspec.Struct):
-    """A plan whose result has not come; result rows come in the order: chunks that sample, then decode rows.
+    """A plan whose result has not come.
 
     rows      each decode row's sequence, its admission number when it was planned, and its width
-    size      as in Drafting.choose;   drafting  its sequences that may draft
+    size      as in DraftPolicy.choose;   drafting  its sequences that may draft
     expected  its expected time, if a target bounds the step
-    encoder_waits  sequences that it has no chunk of, or a shorter one, as encoders have not ended, or may encode no more
+    waiting   sequences that have no chunk in it, or a shorter one, because they wait for transfers
     """
 
     plan: StepPlan
@@ -42,14 +42,20 @@ class InFlightStep(msgspec.Struct):
     size: int = 0
     drafting: int = 0
     expected: Expected | None = None
-    encoder_waits: int = 0
+    waiting: int = 0
+
+    @property
+    def result_rows(self) -> list[tuple[Sequence, int]]:
+        """The sequence of each row of the result, and its admission number when it was planned."""
+        chunks = ((chunk.sequence, chunk.number) for chunk in self.chunks if chunk.samples)
+        return in_result_order(chunks, ((sequence, number) for sequence, number, _ in self.rows))
 
 
 class Results:
     """Commits results. `in_flight`: plans sent and not yet committed, oldest first."""
 
-    def __init__(self, requests: Requests, drafting: Drafting) -> None:
-        self._requests, self._drafting = requests, drafting
+    def __init__(self, requests: Requests, draft_policy: DraftPolicy) -> None:
+        self._requests, self._draft_policy = requests, draft_policy
         self.in_flight: deque[InFlightStep] = deque()
 
     def commit(self, result: StepResult) -> InFlightStep:
@@ -58,8 +64,9 @@ class Results:
         assert result.step == step.plan.step, (result.step, step.plan.step)
         self._requests.counters.prefill_tokens += step.plan.prompt_tokens
         self._commit_prompts(step.chunks, result)
-        first = self._commit_chunks(step.chunks, result)
-        self._commit_rows(step.rows, result, first)
+        of_chunks, of_decodes = result.split(len(step.rows))
+        self._commit_chunks(step.chunks, result, of_chunks)
+        self._commit_rows(step.rows, result, of_decodes.start)
         if step.plan.masked:
             _note_drafts(step, result)
         return step
@@ -80,20 +87,18 @@ class Results:
                 sequence.scored += logprobs.count
                 self._requests.outputs.append(Output(sequence.id, prompt_logprobs=[logprobs]))
 
-    def _commit_chunks(self, chunks: list[ChunkRow], result: StepResult) -> int:
-        """Commit the chunks' rows, which come first; returns how many they are."""
-        index = 0
+    def _commit_chunks(self, chunks: list[ChunkRow], result: StepResult, indices: range) -> None:
+        """Commit the chunks. `indices`: the result's rows of those that give a token."""
+        left = iter(indices)
         for sequence, number, end, samples in chunks:
-            row = result.row(index) if samples else None
-            index += samples
+            row = result.row(next(left)) if samples else None
             if sequence.number != number:
                 continue
-            sequence.low = end
+            sequence.committed = end
             if row is None or not row.nan:
                 self._requests.allocator.cache_passed_points(sequence)
             if row is not None:
                 self._take(sequence, row, *_cut(sequence, row.tokens))
-        return index
 
     def _commit_rows(self, rows: list[tuple[Sequence, int, int]], result: StepResult, first: int) -> None:
         """Commit the decode rows. The loop handles the common row, of one token that ends nothing; `_fold` all others."""
@@ -103,9 +108,9 @@ class Results:
             sequence, number, width = row
             if sequence.number != number:
                 continue
-            if count == width == 1 and plain and token not in sequence.stop_ids and sequence.low + 2 < sequence.limit:
+            if count == width == 1 and plain and token not in sequence.stop_ids and sequence.committed + 2 < sequence.limit:
                 assert slot == sequence.slot, (slot, sequence)
-                sequence.low += 1
+                sequence.committed += 1
                 sequence.tokens.append(token)
                 outputs.append(Output(sequence.id, [token]))
             else:
@@ -118,11 +123,11 @@ class Results:
         given = len(row.tokens)
         assert given <= width, (row, width)
         taken, finish = _cut(sequence, row.tokens)
-        self._drafting.verified(width - 1, max(0, given - 1))
-        sequence.dropped = max(sequence.dropped, sequence.low + width)
-        sequence.low += len(taken)
-        sequence.high -= width - given
-        sequence.rejected += width - given
+        self._draft_policy.verified(width - 1, max(0, given - 1))
+        sequence.pages.dropped = max(sequence.pages.dropped, sequence.committed + width)
+        sequence.committed += len(taken)
+        sequence.planned -= width - given
+        sequence.drafts.rejected += width - given
         self._take(sequence, row, taken, finish, width - 1)
         if len(taken) < given and not finish:
             sequence.step_back()
@@ -136,7 +141,7 @@ class Results:
         if row.empty:
             self._requests.fail(sequence, "the request's constraints together forbid every token", invalid=True)
             return
-        cached = sequence.first_cached if len(sequence.tokens) == sequence.prompt else 0
+        cached = sequence.pages.first_cached if len(sequence.tokens) == sequence.prompt else 0
         sequence.tokens.extend(taken)
         accepted = min(len(taken), len(row.tokens) - 1)
         output = Output(
@@ -156,12 +161,10 @@ class Results:
 
 def _note_drafts(step: InFlightStep, result: StepResult) -> None:
     """What ranks have drafted behind the masked rows of a step."""
-    rows = [(sequence, number) for sequence, number, _, samples in step.chunks if samples]
-    rows += [(sequence, number) for sequence, number, _ in step.rows]
     drafts = result.table[:, result.table.shape[1] - step.plan.drafts :].tolist()
-    for (sequence, number), drafted in zip(rows, drafts, strict=True):
+    for (sequence, number), drafted in zip(step.result_rows, drafts, strict=True):
         if sequence.masked and sequence.number == number:
-            sequence.drafted = drafted
+            sequence.drafts.tokens = drafted
 
 
 def _cut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:

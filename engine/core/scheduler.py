@@ -20,7 +20,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator
-from engine.core.drafting import Drafting
+from engine.core.draft_policy import DraftPolicy
 from engine.core.requests import Requests
 from engine.core.results import ChunkRow, InFlightStep, Results
 from engine.core.sequence import Sequence
@@ -34,11 +34,11 @@ from engine.protocol import DraftSwitches, Load, PoolLoad
 from engine.step_shapes import buckets
 
 
-class PlanDraft(InFlightStep, kw_only=True):
+class StepBuilder(InFlightStep, kw_only=True):
     """A plan being made: what it leaves in flight, and what it may still get."""
 
     encoder_rows: int  # positions of media items that it may still encode
-    begun: dict[Sequence, int]  # the position at which each one's chunk begins; it ends at `high`
+    begun: dict[Sequence, int]  # the position at which each one's chunk begins; it ends at `planned`
     drafts: int = 0  # behind each sequence, if one may have any
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
@@ -46,7 +46,7 @@ class PlanDraft(InFlightStep, kw_only=True):
 
 
 class Scheduler:
-    """Call `schedule` for the next plan, which advances `high` of every sequence in it, and `commit` with each plan's result, in
+    """Call `schedule` for the next plan, which advances `planned` of every sequence in it, and `commit` with each plan's result, in
     order.
 
     pages         of each group, its null page included
@@ -66,13 +66,12 @@ class Scheduler:
         self.encoder_rows = ENCODER_ROWS  # positions of media items that a step encodes at most; one item may have more
         self.allocator = Allocator(groups, pages, caches=config.prefix_cache)
         self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest_sequence(groups, pages), encoders)
-        self._drafting = Drafting(config.drafts, buckets(config.max_seqs), times.drafts if times else ())
-        self._results = Results(self.requests, self._drafting)
+        self._pending = self.requests.pending
+        self._draft_policy = DraftPolicy(config.drafts, buckets(config.max_seqs), times.drafts if times else ())
+        self._results = Results(self.requests, self._draft_policy)
         policy = POLICIES[config.policy]
         self._admissions = Admissions(self.requests, policy, config.prefill_budget)
         self._budget = StepBudget(policy, config.prefill_budget, times, config.tpot_target_ms)
-        self._encoder_waits: set[Sequence] = set()
-        self._encodes = self._encoded = 0  # plans that encode, and those of them whose encodes have ended
         self._plan = StepPlan(1)  # the next one: pages may change without one that is sent
 
     @property
@@ -94,53 +93,50 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
         plan = self._plan
-        draft = PlanDraft(plan, encoder_rows=self.encoder_rows, begun={})
+        step = StepBuilder(plan, encoder_rows=self.encoder_rows, begun={})
         self._admissions.new_plan(plan)
-        encoding = self._encoded < self._encodes
-        self._encoder_waits = {sequence for sequence in self._encoder_waits if "encoder" in sequence.waits}  # others have left
-        if self._encoder_waits and not (encoding and any(sequence.decodable for sequence in self.requests.running)):
-            self._end_encoder_waits()
+        self._release_waiting()
         for sequence in self.requests.running:
-            if sequence.low >= sequence.release_at:
+            if sequence.committed >= sequence.pages.release_at:
                 self.allocator.release(sequence, plan)
-        shares = self._shares(draft)
-        self._run_all(draft, shares)
+        shares = self._shares(step)
+        self._run_all(step, shares)
         if shares:
-            self._admit(draft, shares)
-            self._spend(draft, sum(shares.values()))
-            self._run_any(draft)
-        _add_chunks(draft)
+            self._admit(step, shares)
+            self._spend(step, sum(shares.values()))
+            self._run_any(step)
+        _add_chunks(step)
         if not (plan.chunks or plan.rows or plan.admissions or plan.encodes):
-            if not self._encoder_waits or self.in_flight:
+            if not self._pending.waiting or self.in_flight:
                 return None
-            self._end_encoder_waits()  # no decode row had pages, and no result will come
+            self._pending.release_all()  # no decode row had pages, and no result will come
             self._budget.forget_lateness()
             return self.schedule()
         if plan.encodes:
-            self._encodes += 1
+            self._pending.begin()
             self._budget.encodes()
-        plan.drafts = draft.drafts if draft.drafting else 0
-        draft.encoder_waits = len(self._encoder_waits)
+        plan.drafts = step.drafts if step.drafting else 0
+        step.waiting = self._pending.waiting
         if shares:
-            draft.expected = self._budget.planned(_chunks(draft))
+            step.expected = self._budget.planned(_chunks(step))
         self._plan = StepPlan(plan.step + 1)
-        self._results.in_flight.append(draft)
+        self._results.in_flight.append(step)
         return plan
 
     def commit(self, result: StepResult) -> None:
         """Commit one result; results come in the order of their plans."""
         step = self._results.commit(result)
-        self._encoded = max(self._encoded, result.encoded)
+        self._pending.end(result.ended)
         if not result.took_us:
             return
         took_ms = result.took_us / 1e3
-        self.requests.counters.encoder_wait_s += step.encoder_waits * took_ms / 1e3
+        self.requests.counters.encoder_wait_s += step.waiting * took_ms / 1e3
         if step.expected is not None:
             self._budget.record(step.expected, took_ms)
         if rows := len(step.rows):
-            self._budget.decoded(took_ms, result.table[-rows:, 2].mean())
+            self._budget.decoded(took_ms, result.table[result.split(rows)[1], 2].mean())
             drafting = min(1.0, step.drafting / rows)
-            self._drafting.record(step.size, drafting, step.plan.drafts, step.plan.prompt_tokens, took_ms)
+            self._draft_policy.record(step.size, drafting, step.plan.drafts, step.plan.prompt_tokens, took_ms)
 
     def load(self) -> Load:
         """The figures for the front's admission and for metrics."""
@@ -149,12 +145,12 @@ class Scheduler:
             step=self.planned - self.in_flight,
             waiting=len(requests.waiting),
             running=len(requests.running),
-            encoder_waiting=len(self._encoder_waits),
+            encoder_waiting=self._pending.waiting,
             waiting_tokens=sum(len(sequence.tokens) for sequence in requests.waiting),
             evicted_pages=self.allocator.cache.evicted_pages,
-            drafts=self._drafting.drafts,
-            draft_positions=self._drafting.positions,
-            draft_switches=[DraftSwitches(*switches) for switches in self._drafting.switches.items()],
+            drafts=self._draft_policy.drafts,
+            draft_positions=self._draft_policy.positions,
+            draft_switches=[DraftSwitches(*switches) for switches in self._draft_policy.switches.items()],
             pools=[
                 PoolLoad(pool.group.name, pool.total, pool.used, pool.idle)
                 for pool in self.allocator.pools
@@ -162,90 +158,96 @@ class Scheduler:
             **msgspec.structs.asdict(requests.counters),
         )
 
-    def _shares(self, draft: PlanDraft) -> dict[Sequence, int]:
+    def _release_waiting(self) -> None:
+        """Let sequences go on whose transfers have ended; all of them, where no decode row would be held up by the ranks' wait."""
+        if self._pending.waiting and not any(sequence.decodable for sequence in self.requests.running):
+            self._pending.release_all()
+        self._pending.release()
+
+    def _shares(self, step: StepBuilder) -> dict[Sequence, int]:
         """Tokens of each running prefill in this step, and of each waiting prompt that may be admitted."""
         prompts = self._prompts()
         for sequence in self._admissions.candidates():  # probably what was cached at its last look-up still is
-            cached = sequence.hit.count * self.allocator.page if sequence.hit else 0
+            cached = sequence.pages.hit.count * self.allocator.page if sequence.pages.hit else 0
             prompts[sequence] = Prompt(len(sequence.tokens) - cached, cached)
         if not prompts:
             self._budget.idle()
-            draft.drafts, draft.size = self._drafting.choose(len(self.requests.running))
+            step.drafts, step.size = self._draft_policy.choose(len(self.requests.running))
             return {}
         decoding = [sequence for sequence in self.requests.running if sequence.decodable]
-        decodes = DecodeRows(len(decoding), sum(sequence.high for sequence in decoding))
-        draft.decode_rows = decodes.rows
-        draft.drafts, draft.size = self._drafting.choose(decodes.rows)
-        draft.budget = self._budget.prompt_tokens(decodes.rows * (1 + draft.drafts))
-        return dict(zip(prompts, self._budget.share(list(prompts.values()), draft.budget, decodes), strict=True))
+        decodes = DecodeRows(len(decoding), sum(sequence.planned for sequence in decoding))
+        step.decode_rows = decodes.rows
+        step.drafts, step.size = self._draft_policy.choose(decodes.rows)
+        step.budget = self._budget.prompt_tokens(decodes.rows * (1 + step.drafts))
+        return dict(zip(prompts, self._budget.share(list(prompts.values()), step.budget, decodes), strict=True))
 
     def _prompts(self) -> dict[Sequence, Prompt]:
         """What each running sequence could compute now of its prompt, in order."""
-        prefills = [sequence for sequence in self.requests.running if sequence.high < sequence.target]
-        return {sequence: Prompt(sequence.ready, sequence.high) for sequence in prefills if sequence.ready > 0}
+        prefills = [sequence for sequence in self.requests.running if sequence.planned < sequence.target]
+        return {sequence: Prompt(sequence.ready, sequence.planned) for sequence in prefills if sequence.ready > 0}
 
-    def _run_all(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
+    def _run_all(self, step: StepBuilder, shares: dict[Sequence, int]) -> None:
         """A row for each running sequence, in order, if it can have one and its pages: nobody is preempted for more than one
         position; prefills get their shares of the budget."""
-        add_to_plan = draft.plan.rows.append
-        add_row = draft.rows.append
+        add_to_plan = step.plan.rows.append
+        add_row = step.rows.append
         single = self.config.widest == 1
         for sequence in list(self.requests.running):
             slot = sequence.slot
             if slot < 0:
                 continue  # preempted for one before it
-            high = sequence.high
-            if high < sequence.target:
-                self._prefill(sequence, shares.get(sequence, 0), draft)
-            elif high < sequence.limit - 1 and not sequence.waits:
+            planned = sequence.planned
+            if planned < sequence.target:
+                self._prefill(sequence, shares.get(sequence, 0), step)
+            elif planned < sequence.limit - 1 and not sequence.waits:
                 if not (sequence.number or self._admissions.readmit(sequence)):
                     continue
-                may_draft = not single and sequence.may_draft
-                width = 1 + min(draft.drafts, sequence.drafts, sequence.limit - 2 - sequence.high) if may_draft else 1
-                end = high + width
-                if end > sequence.held:
+                may_draft = not single and sequence.drafts.allowed
+                width = 1 + min(step.drafts, sequence.drafts.planned, sequence.limit - 2 - sequence.planned) if may_draft else 1
+                end = planned + width
+                if end > sequence.pages.held:
                     width = self.allocator.fitting(sequence, width) or int(self._preempt_for(sequence, 1))
                     if not width:
                         continue
-                    end = high + width
-                    self.allocator.hold(sequence, end, draft.plan)
-                sequence.high = end
+                    end = planned + width
+                    self.allocator.hold(sequence, end, step.plan)
+                sequence.planned = end
                 if not single:
-                    _note_drafts(sequence, draft)
+                    _note_drafts(sequence, step)
                 flags = 0
                 if sequence.masked:
-                    flags, draft.plan.masked = ROW_MASKED, True
-                add_to_plan((slot, end - high, flags))
-                add_row((sequence, sequence.number, end - high))
+                    flags, step.plan.masked = ROW_MASKED, True
+                add_to_plan((slot, end - planned, flags))
+                add_row((sequence, sequence.number, end - planned))
 
-    def _prefill(self, sequence: Sequence, share: int, draft: PlanDraft, *, may_preempt: bool = True) -> None:
+    def _prefill(self, sequence: Sequence, share: int, step: StepBuilder, *, may_preempt: bool = True) -> None:
         """Compute up to `share` more of its known tokens, as far as there are pages."""
-        most = min(draft.budget, draft.scored) if sequence.reports_prompt else draft.budget
-        high = sequence.high
-        least = sequence.uncut_ends(high + 1)[1] - high  # a whole span, if one begins there
+        most = min(step.budget, step.scored) if sequence.reports_prompt else step.budget
+        planned = sequence.planned
+        least = sequence.media.uncut_ends(planned + 1)[1] - planned  # a whole span, if one begins there
         count = min(sequence.ready, share, most)
         if count < 1:
             return
-        count = max(least, sequence.last_end(high + count) - high)
-        if count > sequence.ready or (count > most and draft.begun):
+        count = max(least, sequence.media.last_end(planned + count) - planned)
+        if count > sequence.ready or (count > most and step.begun):
             return  # a span that is longer than the budget has a step without other chunks
         fitting, headroom = self.allocator.fitting, len(self.requests.running) - 1  # a page for each other sequence
         fit = fitting(sequence, count, headroom)
         if fit < least:
             fit = fitting(sequence, count)
-        size = sequence.last_end(high + fit) - high
+        size = sequence.media.last_end(planned + fit) - planned
         if size < least:
             size = least if may_preempt and self._preempt_for(sequence, least) else 0
-        if sequence.media and size:
-            size = self._encode(sequence, size, draft)
+        if sequence.media.items and size:
+            size = self._encode(sequence, size, step)
         if size:
-            draft.begun.setdefault(sequence, high)
-            self.allocator.hold(sequence, high + size, draft.plan)
-            sequence.high = high + size
-            draft.budget = max(0, draft.budget - size)
-            draft.scored -= size if sequence.reports_prompt else 0
+            step.begun.setdefault(sequence, planned)
+            self.allocator.hold(sequence, planned + size, step.plan)
+            sequence.planned = planned + size
+            step.budget = max(0, step.budget - size)
+            step.scored -= size if sequence.reports_prompt else 0
 
-    def _encode(self, sequence: Sequence, size: int, draft: PlanDraft) -> int:
+    def _encode(self, sequence: Sequence, size: int, step: StepBuilder) -> int:
         """Plan the encodes of the media items in its next `size` positions; returns how many of these can be computed now.
 
         Beside decode rows one plan's encodes run at a time, and none of their positions is computed before they have ended, nor
@@ -253,59 +255,52 @@ class Scheduler:
         so the first in order, whomever it has preempted, waits for no encodes but those that run, and its own. With a target for
         steps one item at a time, while steps keep to it.
         """
-        beside, awaited = draft.decode_rows > 0, None
+        beside, awaited = step.decode_rows > 0, None
         before = takewhile(lambda other: other is not sequence, self.requests.running)
-        busy = beside and (self._encoded < self._encodes or self._budget.holds_encodes)
+        busy = beside and (self._pending.running or self._budget.holds_encodes)
         busy = busy or any(other.before_item for other in before)
         singly = beside and self.config.tpot_target_ms is not None
-        for item in sequence.media[sequence.encoded :]:
-            if item.first >= sequence.high + size:
+        for item in sequence.media.items[sequence.media.encoded :]:
+            if item.first >= sequence.planned + size:
                 break
-            if item.end > sequence.high:
-                full = busy or (draft.plan.encodes and (singly or item.length > draft.encoder_rows))
+            if item.end > sequence.planned:
+                full = busy or (step.plan.encodes and (singly or item.length > step.encoder_rows))
                 if full or beside:
                     awaited = awaited or item
                 if full:
                     break
-                draft.plan.encodes.append((sequence.slot, item.first, item.length, sequence.encoded))
-                draft.plan.media.append(item)
-                draft.encoder_rows -= item.length
-            sequence.encoded += 1
+                step.plan.encodes.append((sequence.slot, item.first, item.length, sequence.media.encoded))
+                step.plan.media.append(item)
+                step.encoder_rows -= item.length
+            sequence.media.encoded += 1
         if awaited is None:
             return size
-        sequence.waits.add("encoder")
-        self._encoder_waits.add(sequence)
-        return 0 if beside and sequence.is_near(awaited) else max(0, awaited.first - sequence.high)
+        self._pending.wait(sequence, self._pending.begun + bool(step.plan.encodes))
+        return 0 if beside and sequence.is_near(awaited) else max(0, awaited.first - sequence.planned)
 
-    def _end_encoder_waits(self) -> None:
-        """Let all that wait for encoders go on; a rank waits for those that run."""
-        self._encoded = self._encodes
-        while self._encoder_waits:
-            self._encoder_waits.pop().waits.discard("encoder")
-
-    def _admit(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
+    def _admit(self, step: StepBuilder, shares: dict[Sequence, int]) -> None:
         """Admit from the queue, with shares of the budget. Nobody is preempted for it: the others have rows in this plan."""
-        for sequence in self._admissions.admit() if draft.budget else ():
-            self._prefill(sequence, shares.get(sequence, 0), draft, may_preempt=False)
-            if not draft.budget:
+        for sequence in self._admissions.admit() if step.budget else ():
+            self._prefill(sequence, shares.get(sequence, 0), step, may_preempt=False)
+            if not step.budget:
                 return
 
-    def _spend(self, draft: PlanDraft, planned: int) -> None:
+    def _spend(self, step: StepBuilder, planned: int) -> None:
         """Give running prefills what is left of the `planned` shares."""
-        chunks = _chunks(draft)
+        chunks = _chunks(step)
         if sum(chunk.tokens for chunk in chunks) >= planned:
             return
         prompts = self._prompts()
-        rest = self._budget.share_rest(list(prompts.values()), draft.budget, chunks)
+        rest = self._budget.share_rest(list(prompts.values()), step.budget, chunks)
         for sequence, share in zip(prompts, rest, strict=True):
-            self._prefill(sequence, share, draft, may_preempt=False)
+            self._prefill(sequence, share, step, may_preempt=False)
 
-    def _run_any(self, draft: PlanDraft) -> None:
+    def _run_any(self, step: StepBuilder) -> None:
         """In an empty step, compute the first prompt that there are pages for."""
-        for sequence in list(self.requests.running) if draft.budget else ():
-            if draft.begun or draft.plan.rows or sequence.slot < 0:
+        for sequence in list(self.requests.running) if step.budget else ():
+            if step.begun or step.plan.rows or sequence.slot < 0:
                 return
-            self._prefill(sequence, sequence.ready, draft)
+            self._prefill(sequence, sequence.ready, step)
 
     def _preempt_for(self, sequence: Sequence, count: int) -> bool:
         """Preempt younger sequences, youngest first, until `count` positions have pages; False if that is not enough."""
@@ -317,26 +312,26 @@ class Scheduler:
         return True
 
 
-def _note_drafts(sequence: Sequence, draft: PlanDraft) -> None:
+def _note_drafts(sequence: Sequence, step: StepBuilder) -> None:
     """Note that its token in this step has drafts behind it, unless its next row is to have none."""
-    draft.drafting += sequence.may_draft
-    sequence.drafts = draft.drafts if sequence.may_draft else 0
+    step.drafting += sequence.drafts.allowed
+    sequence.drafts.planned = step.drafts if sequence.drafts.allowed else 0
 
 
-def _chunks(draft: PlanDraft) -> list[Prompt]:
+def _chunks(step: StepBuilder) -> list[Prompt]:
     """The chunks of the plan so far."""
-    return [Prompt(sequence.high - start, start) for sequence, start in draft.begun.items()]
+    return [Prompt(sequence.planned - start, start) for sequence, start in step.begun.items()]
 
 
-def _add_chunks(draft: PlanDraft) -> None:
+def _add_chunks(step: StepBuilder) -> None:
     """Add the chunks to the plan, with the spans in each."""
-    plan = draft.plan
-    for sequence, start in draft.begun.items():
-        end, samples = sequence.high, sequence.high == sequence.target
-        spans = [span for span in sequence.spans if start <= span[0] < end]
+    plan = step.plan
+    for sequence, start in step.begun.items():
+        end, samples = sequence.planned, sequence.planned == sequence.target
+        spans = [span for span in sequence.media.spans if start <= span[0] < end]
         plan.chunks.append((sequence.slot, start, end, end - samples, len(plan.spans), len(spans)))
         plan.spans += spans
-        draft.chunks.append(ChunkRow(sequence, sequence.number, end, samples))
+        step.chunks.append(ChunkRow(sequence, sequence.number, end, samples))
         if samples:
             plan.masked |= sequence.masked
-            _note_drafts(sequence, draft)
+            _note_drafts(sequence, step)

@@ -20,8 +20,10 @@ from engine.rank.kv import KVCache
 from engine.rank.prompt_logprobs import PromptScoring
 from engine.rank.sampler import ResultRows
 from engine.rank.upload import uploaded
-from kernels.admissions import RECORD, admit
+from kernels.admissions import RECORD_FIELDS, admit
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SlotParameters
+
+_RECORD = np.dtype(list(RECORD_FIELDS))
 
 
 class SlotState:
@@ -68,18 +70,27 @@ class SlotState:
 
     def _store(self, admissions: Sequence[Admission]) -> None:
         """Pack the admissions' records, upload them, and launch `kernels.admissions`."""
-        records = np.empty((len(admissions), RECORD), np.int32)
+        records = np.empty(len(admissions), _RECORD)
         rest = list[np.ndarray]()
-        end = RECORD * len(admissions)
-        for record, admission in zip(records, admissions, strict=True):
+        end = records.nbytes // 4
+        for index, admission in enumerate(admissions):
             params = admission.params
-            record[:5] = admission.slot, end, len(params.stop_ids), len(admission.tokens), admission.cached
-            integers = (params.seed, params.top_k, admission.prompt + params.min_tokens)
-            record[5:11] = np.array(integers, np.int64).view(np.int32)
-            record[11:] = np.array((params.temperature, params.top_p, params.min_p), np.float32).view(np.int32)
+            records[index] = (
+                admission.slot,
+                end,
+                len(params.stop_ids),
+                len(admission.tokens),
+                admission.cached,
+                params.seed,
+                params.top_k,
+                admission.prompt + params.min_tokens,
+                params.temperature,
+                params.top_p,
+                params.min_p,
+            )
             rest += [np.array(params.stop_ids, np.int32), np.asarray(admission.tokens, np.int32)]
             end += len(params.stop_ids) + len(admission.tokens)
-        packed = uploaded(torch.from_numpy(np.concatenate([records.ravel(), *rest])), self.device)
+        packed = uploaded(torch.from_numpy(np.concatenate([records.view(np.int32), *rest])), self.device)
         longest = max(len(admission.tokens) for admission in admissions)
         tables = [cache.table for cache in self.cache]
         admit(packed, len(admissions), longest, self.tokens, self.lengths, tables, self.parameters)

@@ -22,7 +22,7 @@ from engine.audio_geometry import read_audio
 from engine.config import EngineConfig
 from engine.core import scheduler
 from engine.core.loop import make_scheduler
-from engine.core.scheduler import PlanDraft
+from engine.core.scheduler import StepBuilder
 from engine.geometry import Geometry, read_geometry
 from engine.plan import StepPlan, StepResult
 from engine.protocol import Counters, SamplingParams
@@ -321,9 +321,9 @@ def causal(patch: pytest.MonkeyPatch) -> None:
     """Spans seen like text."""
     right_chunks = scheduler._add_chunks
 
-    def without_spans(draft: PlanDraft) -> None:
-        right_chunks(draft)
-        draft.plan.chunks, draft.plan.spans = [(*chunk[:4], 0, 0) for chunk in draft.plan.chunks], []
+    def without_spans(step: StepBuilder) -> None:
+        right_chunks(step)
+        step.plan.chunks, step.plan.spans = [(*chunk[:4], 0, 0) for chunk in step.plan.chunks], []
 
     patch.setattr(scheduler, "_add_chunks", without_spans)
 

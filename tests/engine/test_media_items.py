@@ -43,6 +43,7 @@ def test_a_picture_fits_its_positions(nano: Nano) -> None:
     assert vision is not None
     vision.check(pixels(96, 144, 6))
     vision.check(pixels(48, 48 * vision.longest, vision.longest))
-    for wrong in (pixels(97, 144, 6), pixels(96, 145, 6), pixels(48, 48 * vision.longest + 48, vision.longest + 1), pixels(96, 144, 5)):
+    too_long = pixels(48, 48 * vision.longest + 48, vision.longest + 1)
+    for wrong in (pixels(97, 144, 6), pixels(96, 145, 6), too_long, pixels(96, 144, 5)):
         with pytest.raises(InvalidRequest):
             vision.check(wrong)

@@ -33,7 +33,8 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "if length + count >= sequence.limit:", "if length + count > sequence.limit:"),
         ("cached-tokens-counted-again", "engine/core/test_prefix.py engine/core/test_scheduler.py",
          "if len(sequence.tokens) == sequence.prompt else 0", "if len(sequence.tokens) >= sequence.prompt else 0"),
-        ("rejected-drafts-stay-planned", "engine/core/test_scheduler.py", "sequence.high -= width - given", "sequence.high -= 0"),
+        ("rejected-drafts-stay-planned", "engine/core/test_scheduler.py",
+         "sequence.planned -= width - given", "sequence.planned -= 0"),
     ),
     "engine/core/step_budget.py": (
         ("pause-distorts-step-times", "engine/core/test_policy.py",
@@ -52,9 +53,9 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("oldest-is-preempted-first", "engine/core/test_scheduler.py",
          "youngest = self.requests.running[-1]", "youngest = self.requests.running[0]"),
         ("drafts-behind-the-limit", "engine/core/test_scheduler.py",
-         "sequence.drafts, sequence.limit - 2 - sequence.high)", "sequence.drafts)"),
+         "sequence.drafts.planned, sequence.limit - 2 - sequence.planned)", "sequence.drafts.planned)"),
         ("row-runs-before-its-mask", "engine/core/test_scheduler.py engine/core/test_masks.py",
-         "elif high < sequence.limit - 1 and not sequence.waits:", "elif high < sequence.limit - 1:"),
+         "elif planned < sequence.limit - 1 and not sequence.waits:", "elif planned < sequence.limit - 1:"),
     ),
     "engine/core/requests.py": (
         ("priority-is-ignored", "engine/core/test_policy.py engine/core/test_scheduler.py",
@@ -68,9 +69,11 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "success = reason is AbortReason.stop_string", "success = False"),
     ),
     "engine/core/allocator.py": (
-        ("nan-stays-in-freed-pages", "engine/core/test_scheduler.py", "certain = 0 if sequence.not_finite else", "certain ="),
+        ("nan-stays-in-freed-pages", "engine/core/test_scheduler.py",
+         "        if sequence.pages.not_finite:\n            return 0\n", ""),
         ("window-released-a-page-early", "engine/core/test_scheduler.py",
-         "run.drop_before(first_page(pool.group, sequence.low))", "run.drop_before(first_page(pool.group, sequence.low) + 1)"),
+         "run.drop_before(first_page(pool.group, sequence.committed))",
+         "run.drop_before(first_page(pool.group, sequence.committed) + 1)"),
     ),
     "engine/core/prefix.py": (
         ("any-pages-may-be-a-prefix", "engine/core/test_media.py", "sha256(key + data", "sha256(data"),
@@ -126,8 +129,9 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("idle-time-is-lost", "engine/rank/test_worker.py", "launched.idle_us + ", ""),
         ("media-wait-for-a-step", "engine/rank/test_overlap.py", " and not self._media.left", ""),
     ),
-    "engine/core/drafting.py": (
-        ("times-keep-what-prompts-added", "engine/core/test_drafting.py", "if self._prompts.token_ms and not known:", "if False:"),
+    "engine/core/draft_policy.py": (
+        ("times-keep-what-prompts-added", "engine/core/test_draft_policy.py",
+         "if self._prompts.token_ms and not known:", "if False:"),
     ),
     "engine/rank/start_checks.py": (
         ("broken-model-starts", "engine/rank/test_weights.py", "if not rms >= MIN", "if rms < MIN"),

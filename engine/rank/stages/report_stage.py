@@ -66,7 +66,7 @@ class Launched:
     def result(self) -> bytes:
         """Wait for the step; the bytes of its StepResult. RuntimeError: another rank's part of an all-reduce did not come.
         PageViolation: a page table was wrong (`debug_pages`)."""
-        host, pages, encoded = self.outputs(), self.stage.pages, self.stage.encodes.ended
+        host, pages, ended = self.outputs(), self.stage.pages, self.stage.encodes.ended
         if pages is not None:
             pages.verify(self.step, host["violations"])
         tokens, flags = host["chosen"].T
@@ -83,7 +83,7 @@ class Launched:
         if "drafts" in host:
             table = np.concatenate([table, host["drafts"]], axis=1)
         prompts = prompt_rows(self.scored, host["prompts"]) if self.scored else ()
-        return encode_rows(self.step, table, self._logprobs(rows, host, table[:, 2]), prompts, encoded)
+        return encode_rows(self.step, table, self._logprobs(rows, host, table[:, 2]), prompts, ended)
 
     def fold(self) -> None:
         """Fold this step into the rank's state hash: a checksum of the finished steps, of each (plan | its masks | tokens and flags

@@ -196,7 +196,10 @@ def test_listed_frames_share_the_pixels_that_are_decoded() -> None:
     assert prepare(listed([frame(0, 190, 190)] * 32), FRAMES_TYPE, pixels=300_000).runs == 32
 
 
-@pytest.mark.parametrize(("name", "end_ms", "rate"), [("matroska,webm", 1100, 24 / 1.1), ("matroska,webm", 1001, 24.0), ("mov,mp4", 1100, 24.0)])
+@pytest.mark.parametrize(
+    ("name", "end_ms", "rate"),
+    [("matroska,webm", 1100, 24 / 1.1), ("matroska,webm", 1001, 24.0), ("mov,mp4", 1100, 24.0)],
+)
 def test_a_rate_that_times_belie_is_their_mean(name: str, end_ms: int, rate: float) -> None:
     """A tenth of a second in a second of a Matroska is no rounding; a millisecond is. An MP4's header is believed."""
     stream = SimpleNamespace(

@@ -56,7 +56,7 @@ def test_a_cache_without_branch_points_is_noticed(monkeypatch: pytest.MonkeyPatc
     honest = Allocator.cache_passed_points
 
     def ends_only(self: Allocator, sequence: Sequence) -> None:
-        sequence.cache_points = sequence.cache_points[-1:]
+        sequence.pages.cache_points = sequence.pages.cache_points[-1:]
         honest(self, sequence)
 
     monkeypatch.setattr(Allocator, "cache_passed_points", ends_only)

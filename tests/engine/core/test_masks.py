@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from llguidance import LLParserLimits
 
+from engine.core.loop import Intake
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
 from engine.front.call_grammar import CallGrammar
@@ -316,12 +317,12 @@ def test_equal_grammars_are_compiled_once(model: Model, monkeypatch: pytest.Monk
         work = Later()
         scheduler, masks = masked_scheduler(model.vocabulary, work)
         for number in range(10):
-            masks.add(request(model, number, Grammar(f"start: {number // 2}")))
+            Intake(scheduler.requests, masks).add(request(model, number, Grammar(f"start: {number // 2}")))
         scheduler.requests.abort(0, AbortReason.client_gone)
         for number in (8, 9):
             scheduler.requests.abort(number, AbortReason.client_gone)
         masks.advance()
-        masks.add(request(model, 10, Grammar("start: 4")))
+        Intake(scheduler.requests, masks).add(request(model, 10, Grammar("start: 4")))
         return len(masks._grammars), work.begin()
 
     monkeypatch.setattr("engine.core.masks.GRAMMARS", 3)
@@ -333,7 +334,7 @@ def test_equal_grammars_are_compiled_once(model: Model, monkeypatch: pytest.Monk
 def test_without_a_vocabulary_grammars_are_refused(model: Model) -> None:
     """Where the checkpoint has no tokenizer a request with a grammar is refused and counted, and others are served."""
     scheduler, masks = masked_scheduler(None)
-    masks.add(request(model, 1, Grammar("x")))
+    Intake(scheduler.requests, masks).add(request(model, 1, Grammar("x")))
     (output,) = scheduler.requests.drain()
     assert (output.invalid, scheduler.requests.counters.received, scheduler.requests.counters.refused) == (True, 1, 1)
     assert "grammars are not available" in (output.error or "")

@@ -10,8 +10,8 @@ import pytest
 
 from engine.core import prefix
 from engine.core.allocator import Allocator, first_page
+from engine.core.pending import PendingTransfers
 from engine.core.prefix import extend_keys, root_key
-from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.core.step_budget import StepBudget
 from engine.geometry import KVGroup
@@ -156,7 +156,7 @@ def planned_beside(decoding: bool, text_before: int = 2) -> list[tuple[int, int,
         shown.append((len(plan.rows), len(plan.encodes), plan.prompt_tokens))
         launched += [step] * bool(plan.encodes)
         result = one_token_each(scheduler, plan)
-        scheduler.commit(result._replace(encoded=sum(step >= began + 2 for began in launched)))
+        scheduler.commit(result._replace(ended=sum(step >= began + 2 for began in launched)))
     return shown
 
 
@@ -168,7 +168,7 @@ def test_decode_rows_do_not_wait_for_encoders(monkeypatch: pytest.MonkeyPatch) -
     assert planned_beside(decoding=True)[:8] == steps
     assert planned_beside(decoding=True, text_before=5)[:5] == [(0, 0, 8), (1, 1, 5), (1, 0, 10), (1, 0, 0), (1, 2, 5)]
     assert planned_beside(decoding=False)[:3] == [(0, 0, 8), (0, 1, 7), (0, 2, 14)]
-    monkeypatch.setattr(Scheduler, "_encoded", property(lambda self: 1000, lambda self, value: None), raising=False)
+    monkeypatch.setattr(PendingTransfers, "ended", property(lambda self: 1000, lambda self, value: None), raising=False)
     assert planned_beside(decoding=True)[2] == (1, 2, 7)
 
 
@@ -200,14 +200,7 @@ def test_waits_for_an_encoder_are_counted(rows: int, waited_s: float) -> None:
 def test_who_has_left_waits_for_no_encoder() -> None:
     """A request that is aborted beside a running one while its picture waits is not counted in the steps behind. Planted: it is."""
     counted = []
-    leave = Sequence.leave
-
-    def still_waiting(sequence: Sequence) -> int:
-        slot = leave(sequence)
-        sequence.waits.add("encoder")
-        return slot
-
-    for leaves in (leave, still_waiting):
+    for forgets in (PendingTransfers.forget, lambda self, sequence: None):
         scheduler = scheduler_of(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32))
         scheduler.requests.add(request_of(0, [5] * 3, 50))
         for _ in range(3):
@@ -216,7 +209,7 @@ def test_who_has_left_waits_for_no_encoder() -> None:
         scheduler.commit(one_token_each(scheduler, scheduler.schedule()))
         assert scheduler.load().encoder_waiting == 1
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Sequence, "leave", leaves)
+            patch.setattr(PendingTransfers, "forget", forgets)
             scheduler.requests.abort(1, AbortReason.client_gone)
             for _ in range(3):
                 scheduler.commit(one_token_each(scheduler, scheduler.schedule()))
@@ -260,7 +253,7 @@ def beside_pictures(target_ms: float | None) -> tuple[float, int]:
         began += [(step, len(plan.encodes))] * bool(plan.encodes)
         taken.append(10.0 + sum(8.0 * items for first, items in began if first < step <= first + 2))
         result, encoded = one_token_each(scheduler, plan), sum(first + 2 <= step for first, _ in began)
-        scheduler.commit(result._replace(encoded=encoded, took_us=round(1e3 * taken[-1])))
+        scheduler.commit(result._replace(ended=encoded, took_us=round(1e3 * taken[-1])))
         scheduler.requests.drain()
     return sum(taken[50:]) / len(taken[50:]), sum(items for first, items in began if first >= 50)
 
@@ -276,3 +269,26 @@ def test_a_target_holds_encoders_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1950 / 130 <= beside_pictures(5.0)[1] <= 1950 / 126
     monkeypatch.setattr(StepBudget, "holds_encodes", False)
     assert beside_pictures(11.0)[0] > 13
+
+
+def waits_after(ended: int) -> list[bool]:
+    """Whether each of two sequences still waits, for the first and the second of two transfers, once those up to `ended` have
+    ended."""
+    pending, ids = PendingTransfers(), (1, 2)
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32))
+    sequences = [scheduler.requests.add(request_of(number, [5] * 3)) for number in ids]
+    for transfer, sequence in zip(ids, sequences, strict=True):
+        assert sequence is not None
+        pending.begin()
+        pending.wait(sequence, transfer)
+    pending.end(ended)
+    pending.release()
+    return [bool(sequence and sequence.waits) for sequence in sequences]
+
+
+def test_a_sequence_waits_for_its_own_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on once that transfer has ended, whatever runs after it. Planted fault: it waits until nothing runs."""
+    assert [waits_after(ended) for ended in range(3)] == [[True, True], [False, True], [False, False]]
+    release = PendingTransfers.release
+    monkeypatch.setattr(PendingTransfers, "release", lambda self: None if self.running else release(self))
+    assert waits_after(1) == [True, True]

@@ -160,7 +160,7 @@ def test_nobody_waits_for_a_prefill_that_ended() -> None:
     assert [sequence.id for sequence in bench.scheduler.requests.running] == [0]
     bench.scheduler.requests.abort(0, AbortReason.client_gone)
     bench.machine.submit(bench.scheduler.schedule())
-    assert [sequence.first_cached for sequence in bench.scheduler.requests.running] == [48]
+    assert [sequence.pages.first_cached for sequence in bench.scheduler.requests.running] == [48]
 
 
 def test_equal_keys_are_counted_as_one_by_one() -> None:

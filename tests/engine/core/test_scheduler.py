@@ -204,7 +204,7 @@ def test_what_a_dropped_row_wrote_is_not_trusted(monkeypatch: pytest.MonkeyPatch
         assert [output.finish for output in scheduler.requests.drain()][-1] is FinishReason.length
 
     def forgetful(self: Sequence) -> None:
-        self.number, self.high = 0, self.low
+        self.number, self.planned = 0, self.committed
 
     serve_next()
     monkeypatch.setattr(Sequence, "step_back", forgetful)

@@ -12,7 +12,7 @@ from engine.core.pages import PagePool
 from engine.core.prefix import PrefixCache
 from engine.core.results import Results
 from engine.core.scheduler import Scheduler
-from engine.core.sequence import Sequence
+from engine.core.sequence import MediaState, Sequence
 from engine.geometry import KVGroup
 from engine.plan import StepPlan
 from engine.protocol import FinishReason, PromptLogprobs
@@ -41,9 +41,9 @@ def pages_held_past_their_window(patch: Patch) -> None:
     honest = Allocator.release
 
     def late(self: Allocator, sequence: Sequence, plan: StepPlan) -> None:
-        low, sequence.low = sequence.low, max(0, sequence.low - self.pools[0].group.page)
+        low, sequence.committed = sequence.committed, max(0, sequence.committed - self.pools[0].group.page)
         honest(self, sequence, plan)
-        sequence.low = low
+        sequence.committed = low
 
     patch.setattr(Allocator, "release", late)
 
@@ -126,7 +126,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "prompt's logprobs told again": lambda patch: patch.setattr(PromptLogprobs, "after", lambda self, position: self),
     "rows behind a cut go on": lambda patch: patch.setattr(Sequence, "step_back", lambda self: None),
     "rows run before their masks": lambda patch: patch.setattr(MaskState, "update_wait", lambda self: self.sequence.waits.clear()),
-    "spans cut by chunks": lambda patch: patch.setattr(Sequence, "last_end", lambda self, end: end),
+    "spans cut by chunks": lambda patch: patch.setattr(MediaState, "last_end", lambda self, end: end),
     "another picture's pages": lambda patch: patch.setattr(prefix, "_media_by_page", lambda media, page: {}),
 }  # fmt: skip
 

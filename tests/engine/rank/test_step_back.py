@@ -44,7 +44,7 @@ def tokens(rank: Rank, *, back: bool) -> list[list[int]]:
         for output in scheduler.requests.drain():
             given[output.id] += output.tokens
             sequence = scheduler.requests.unfinished.get(output.id)
-            if back and sequence is not None and len(given[output.id]) % 5 == 1 and sequence.high >= len(sequence.tokens):
+            if back and sequence is not None and len(given[output.id]) % 5 == 1 and sequence.planned >= len(sequence.tokens):
                 sequence.step_back()
     assert scheduler.requests.counters.prefill_tokens == sum(LENGTHS)
     return given

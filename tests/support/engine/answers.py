@@ -11,8 +11,8 @@ from unittest import mock
 
 import msgspec
 
-from engine.core.drafting import Drafting
-from engine.core.loop import make_scheduler, read_vocabulary
+from engine.core.draft_policy import DraftPolicy
+from engine.core.loop import Intake, make_scheduler, read_vocabulary
 from engine.core.masks import Masks
 from engine.logit_adjustments import LogitAdjustments
 from engine.plan import StepPlan, StepResult
@@ -47,7 +47,7 @@ def answers(
     requests: Sequence[GenerateRequest | list[GenerateRequest]],
     every: int = 3,
     aborted: Sequence[int] = (),
-    drafting: Drafting | None = None,
+    drafting: DraftPolicy | None = None,
 ) -> tuple[Answers, list[StepPlan], int]:
     """Every output of each request, the plans, and preemptions; two plans are out at a time, and a request, or a list of some,
     comes `every` steps. No plan depends on how long a grammar or a mask takes.
@@ -55,7 +55,7 @@ def answers(
     aborted: requests that are given up with their eighth token
     """
     scheduler = make_scheduler(config, config.pages)
-    scheduler._drafting = scheduler._results._drafting = drafting or scheduler._drafting
+    scheduler._draft_policy = scheduler._results._draft_policy = drafting or scheduler._draft_policy
     masks = Masks(scheduler.requests, read_vocabulary(config), scheduler.config.widest)
     out = deque()
     waiting, plans, given = deque(map(_wave, requests)), [], defaultdict[int, list[Output]](list)
@@ -63,7 +63,7 @@ def answers(
     while waiting or scheduler.requests.unfinished or out:
         if waiting and (len(plans) % every == 0 or not scheduler.requests.unfinished):
             for asked in waiting.popleft():
-                masks.add(asked)
+                Intake(scheduler.requests, masks).add(asked)
         masks.advance()
         while len(out) < 2 and (plan := scheduler.schedule()) is not None:
             out.append(plan)

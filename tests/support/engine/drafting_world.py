@@ -1,5 +1,4 @@
-"""A device whose steps take known times, and sequences whose drafts are right with known chances: what `core/drafting.py` makes of
-them."""
+"""A device whose steps take known times, and sequences whose drafts are right with known chances, for `core/draft_policy.py`."""
 
 import math
 import random
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from engine.core.drafting import Drafting
+from engine.core.draft_policy import DraftPolicy
 from engine.lifeline import Points
 from engine.step_shapes import buckets
 
@@ -92,7 +91,7 @@ class Served:
         return sum(self.tokens) / self.ms
 
 
-def serve(drafting: Drafting, times: Times, traffic: Traffic, seed: int = 0) -> Served:
+def serve(drafting: DraftPolicy, times: Times, traffic: Traffic, seed: int = 0) -> Served:
     """Two steps are out at a time: a step's drafts are chosen before the one before it has ended."""
     rng, clock, out = random.Random(seed), random.Random(seed), deque[tuple[tuple[Any, ...], list[tuple[int, int]]]]()
     served, made = Served([0.0] * 256), 0
@@ -126,10 +125,11 @@ def serve(drafting: Drafting, times: Times, traffic: Traffic, seed: int = 0) -> 
 
 def best_fixed(times: Times, traffic: Traffic, seed: int = 0) -> Served:
     """The best of the runs with one number throughout."""
-    return max((serve(Drafting((drafts,), SIZES, ()), times, traffic, seed) for drafts in OPTIONS), key=lambda served: served.rate)
+    runs = (serve(DraftPolicy((drafts,), SIZES, ()), times, traffic, seed) for drafts in OPTIONS)
+    return max(runs, key=lambda served: served.rate)
 
 
-class AnyDrafts(Drafting):
+class AnyDrafts(DraftPolicy):
     """Each step's number of drafts is drawn."""
 
     def __init__(self, options: Iterable[int], sizes: tuple[int, ...], seed: int) -> None:

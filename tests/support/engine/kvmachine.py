@@ -115,7 +115,7 @@ class KVMachine:
             self.drafted[row.slot] = self._draft(row.slot, plan.drafts)
         drafts = [self.drafted[row.slot] for row in results] if plan.masked and plan.drafts else ()
         self.ended = self.ended if self.slow(plan.step) else self.encoding
-        return result_of(plan.step, results, prompts, drafts)._replace(encoded=self.ended)
+        return result_of(plan.step, results, prompts, drafts)._replace(ended=self.ended)
 
     def _check_media(self, plan: StepPlan, chunk: PrefillChunk) -> None:
         media = self.media.get(self.seed[chunk.slot], ())

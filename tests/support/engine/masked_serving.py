@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from engine.core.loop import Intake
 from engine.core.masks import Masks
 from engine.front.reply import Markers
 from engine.front.text import TextProcessor
@@ -110,7 +111,7 @@ def serve(
     masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest)
     machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,), served.known)
     for request in requests:
-        masks.add(request)
+        Intake(scheduler.requests, masks).add(request)
     while scheduler.requests.unfinished or scheduler.in_flight:
         if masks.making:
             masks.advance()

@@ -96,7 +96,7 @@ def _result_of(step: int, data: dict[str, Any]) -> StepResult:
         row: [Logprobs(chosen, [(token, value) for token, value in top]) for chosen, top in reported]
         for row, reported in data["logprobs"]
     }
-    return StepResult(step, table, logprobs, (), encoded=0, took_us=0)
+    return StepResult(step, table, logprobs, (), ended=0, took_us=0)
 
 
 def different_tokens(results: Sequence[StepResult], expected: Sequence[StepResult]) -> list[str]:

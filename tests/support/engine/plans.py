@@ -113,7 +113,7 @@ def result_of(
         table[at, : RESULT_HEAD + len(row.tokens)] = head + row.tokens
     if drafts:
         table = np.concatenate([table, np.array(drafts, np.int32)], axis=1)
-    return StepResult(step, table, {at: row.logprobs for at, row in enumerate(rows) if row.logprobs}, prompts, encoded=0, took_us=0)
+    return StepResult(step, table, {at: row.logprobs for at, row in enumerate(rows) if row.logprobs}, prompts, ended=0, took_us=0)
 
 
 def result_rows(result: StepResult) -> list[ResultRow]:
@@ -123,7 +123,7 @@ def result_rows(result: StepResult) -> list[ResultRow]:
 
 def encode_result(result: StepResult) -> bytes:
     """Bytes of `result`; `decode_result` is its inverse."""
-    return encode_rows(result.step, result.table, result.logprobs, result.prompts, result.encoded)
+    return encode_rows(result.step, result.table, result.logprobs, result.prompts, result.ended)
 
 
 def encoded(results: Sequence[StepResult]) -> list[bytes]:

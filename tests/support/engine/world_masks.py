@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.core import results
+from engine.core.loop import Intake
 from engine.core.masks import SLOW_S, Masks
 from engine.core.scheduler import Scheduler
 from engine.errors import GenerationFailed
@@ -230,7 +231,7 @@ class Host:
 
     def add(self, request: GenerateRequest) -> None:
         """A request comes."""
-        self.masks.add(request)
+        Intake(self.scheduler.requests, self.masks).add(request)
 
     def work(self) -> bool:
         """Threads go on; whether there is anything new."""

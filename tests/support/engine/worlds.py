@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from engine.core.allocator import first_page
-from engine.core.drafting import Drafting
+from engine.core.draft_policy import DraftPolicy
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
@@ -149,10 +149,10 @@ class World:
         self.requests.append(following)
         return following
 
-    def drafting(self) -> Drafting:
+    def drafting(self) -> DraftPolicy:
         """Any number for a step, or in every other world what the core chooses."""
         options, sizes = range(self.config.widest), buckets(self.config.max_seqs)
-        return Drafting(options, sizes, ()) if self.seed % 2 else AnyDrafts(options, sizes, self.seed)
+        return DraftPolicy(options, sizes, ()) if self.seed % 2 else AnyDrafts(options, sizes, self.seed)
 
     def nan(self, prefix: int) -> bool:
         """Whether the logits behind a prefix are not finite."""
@@ -238,7 +238,7 @@ def simulate(world: World) -> Run:
     """Drive scheduler, masks and machine some steps apart, as the core does, checking pages and progress at every step."""
     config = world.config
     scheduler = scheduler_of(config)
-    scheduler._drafting = scheduler._results._drafting = world.drafting()
+    scheduler._draft_policy = scheduler._results._draft_policy = world.drafting()
     machine = WorldRanks(config.groups, config.pages, config.max_seqs, config.max_len, world.token)
     machine.media, machine.slow = world.media, lambda step: chance(0.6, world.seed, step, 13)
     machine.guess, machine.nan, machine.wanted = world.guess, world.nan, world.mask
@@ -313,7 +313,7 @@ def check_masks(masks: Masks, plan: StepPlan) -> None:
     for state in masks._states:
         sequence = state.sequence
         if sequence.masked and not state.late and sequence.slot in sampling:
-            assert sequence.high == len(sequence.tokens), "a row was planned before its mask could be known"
+            assert sequence.planned == len(sequence.tokens), "a row was planned before its mask could be known"
             assert sequence.waits
 
 
@@ -329,7 +329,7 @@ def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) ->
         return
     passed[first.number] += first.slot not in {*decode_slots(plan), *(slot for slot, *_ in plan.chunks)}
     assert passed[first.number] <= 32 * (MOST_PASSED + 1), (first, plan)
-    if first.high > first.low:
+    if first.planned > first.committed:
         passed[first.number] = 0
 
 
@@ -339,9 +339,9 @@ def check_widths(scheduler: Scheduler, plan: StepPlan) -> None:
     for slot, width, flags in decode_rows(plan):
         sequence = running[slot]
         assert 1 <= width <= 1 + plan.drafts
-        assert sequence.high <= sequence.limit - 1
+        assert sequence.planned <= sequence.limit - 1
         assert flags == ROW_MASKED * sequence.masked
-        assert sequence.may_draft or width == 1
+        assert sequence.drafts.allowed or width == 1
 
 
 def check_pages(scheduler: Scheduler) -> None:
@@ -349,7 +349,7 @@ def check_pages(scheduler: Scheduler) -> None:
     cache's tree is sound."""
     kept = check_tree(scheduler)
     for index, pool in enumerate(scheduler.allocator.pools):
-        held = Counter(page for sequence in scheduler.requests.running for page in sequence.runs[index].pages)
+        held = Counter(page for sequence in scheduler.requests.running for page in sequence.pages.runs[index].pages)
         free, idle = set(pool._free), kept[index] - held.keys()
         assert 0 not in held
         assert (len(held), len(idle), len(free)) == (pool.used, pool.idle, pool.free)
@@ -358,9 +358,9 @@ def check_pages(scheduler: Scheduler) -> None:
         assert all(pool.holders[page] == count for page, count in held.items())
         shared = {page for page, count in held.items() if count > 1}
         for sequence in scheduler.requests.running if shared else ():
-            run = sequence.runs[index]
+            run = sequence.pages.runs[index]
             ends = [(at + 1) * pool.group.page for at, page in enumerate(run.pages, run.first) if page in shared]
-            assert all(end <= sequence.low for end in ends), "a page that is still written has two owners"
+            assert all(end <= sequence.committed for end in ends), "a page that is still written has two owners"
 
 
 def check_tree(scheduler: Scheduler) -> list[set[int]]:
@@ -382,21 +382,21 @@ def check_tree(scheduler: Scheduler) -> list[set[int]]:
 def check_windows(scheduler: Scheduler) -> None:
     """Up to the last plan, nobody holds a page that its window has left, nor lacks one that is planned to be written."""
     for sequence in scheduler.requests.running:
-        assert sequence.low <= sequence.high
-        for pool, run in zip(scheduler.allocator.pools, sequence.runs, strict=True):
-            assert run.first == first_page(pool.group, sequence.low), "a page is held past its window, or was given back before"
-            assert run.end * pool.group.page >= sequence.high, "a position is planned without a page"
+        assert sequence.committed <= sequence.planned
+        for pool, run in zip(scheduler.allocator.pools, sequence.pages.runs, strict=True):
+            assert run.first == first_page(pool.group, sequence.committed), "a page is held past its window, or was given back"
+            assert run.end * pool.group.page >= sequence.planned, "a position is planned without a page"
 
 
 def check_hits(scheduler: Scheduler) -> None:
     """What a waiting sequence is said to find in the cache is what it would find now."""
     for sequence in scheduler.requests.waiting:
-        if sequence.hit is not None and sequence.hit.version == scheduler.allocator.cache.version:
+        if sequence.pages.hit is not None and sequence.pages.hit.version == scheduler.allocator.cache.version:
             page = scheduler.allocator.page
-            known, sequence.hit = sequence.hit, None
+            known, sequence.pages.hit = sequence.pages.hit, None
             hit = scheduler.allocator.find(sequence)
             assert known == hit, "what was looked up is out of date"
-            assert sequence.last_end(hit.count * page) == hit.count * page, "a hit ends in a span"
+            assert sequence.media.last_end(hit.count * page) == hit.count * page, "a hit ends in a span"
 
 
 def bound_of(config: SchedulerConfig) -> int:

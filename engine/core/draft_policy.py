@@ -111,7 +111,7 @@ class RowStats:
         return alone + self.prompts * ((option.ms[1] or alone * ratio) - alone)
 
 
-class Drafting:
+class DraftPolicy:
     """Chooses each step's drafts among `options`, ascending; a single one is always chosen. `sizes`: what rows are padded to.
     `times`: (rows, ms of a step) of each option; none: they are not known."""
 

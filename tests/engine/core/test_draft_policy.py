@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core import drafting
-from engine.core.drafting import Drafting
+from engine.core import draft_policy
+from engine.core.draft_policy import DraftPolicy
 from tests.support.engine.drafting_world import (
     MEASURED,
     OPTIONS,
@@ -30,7 +30,7 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 
 
 def auto(times: Times, traffic: Traffic, seed: int = 0) -> Served:
-    return serve(Drafting(OPTIONS, SIZES, points(times)), times, traffic, seed)
+    return serve(DraftPolicy(OPTIONS, SIZES, points(times)), times, traffic, seed)
 
 
 def steady(rows: int, chance: float, steps: int = 8000) -> Traffic:
@@ -43,7 +43,7 @@ def relative(times: Times, traffic: Traffic) -> float:
 
 
 def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Drafting, "_try", lambda self, known: None)
+    monkeypatch.setattr(DraftPolicy, "_try", lambda self, known: None)
 
 
 def no_times(times: Times) -> tuple[()]:
@@ -51,14 +51,14 @@ def no_times(times: Times) -> tuple[()]:
 
 
 def no_hysteresis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "SWITCH_THRESHOLD", 0.001)
-    monkeypatch.setattr(drafting, "MIN_GAIN", 0.0)
+    monkeypatch.setattr(draft_policy, "SWITCH_THRESHOLD", 0.001)
+    monkeypatch.setattr(draft_policy, "MIN_GAIN", 0.0)
 
 
 def free_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials cost nothing, and nothing is known for long."""
-    monkeypatch.setattr(drafting, "TRIAL_TIME_SHARE", 100.0)
-    monkeypatch.setattr(drafting, "STALE_AFTER", 1)
+    monkeypatch.setattr(draft_policy, "TRIAL_TIME_SHARE", 100.0)
+    monkeypatch.setattr(draft_policy, "STALE_AFTER", 1)
 
 
 @pytest.mark.parametrize("times", [dense, experts, small])
@@ -124,7 +124,7 @@ def beside_crowds(member: str, crowds: int) -> float:
     traffic = Traffic(
         lambda step: steps[step][0], lambda sequence, step: 0.0, lambda step: steps[step][1], len(steps), beside_ms=3.0
     )
-    return auto(MEASURED[member], traffic).rate / serve(Drafting((0,), SIZES, ()), MEASURED[member], traffic).rate
+    return auto(MEASURED[member], traffic).rate / serve(DraftPolicy((0,), SIZES, ()), MEASURED[member], traffic).rate
 
 
 @pytest.mark.parametrize("member", MEASURED)
@@ -144,7 +144,7 @@ def test_it_does_not_oscillate(monkeypatch: pytest.MonkeyPatch, period: int) -> 
     traffic = Traffic(lambda step: 4, lambda sequence, step: 0.9 if step // period % 2 else 0.3, steps=6000)
 
     def switches() -> int:
-        chooses = Drafting(OPTIONS, SIZES, points(small))
+        chooses = DraftPolicy(OPTIONS, SIZES, points(small))
         serve(chooses, small, traffic)
         return sum(chooses.switches.values()) - chooses.switches["trial"]
 
@@ -170,7 +170,7 @@ def test_one_that_is_never_right_slows_nobody(rows: int) -> None:
         return 0.8 if sequence else 0.0
 
     never = Traffic(lambda step: rows, chance, steps=6000)
-    best = max(of_others(serve(Drafting((drafts,), SIZES, ()), dense, never)) for drafts in OPTIONS)
+    best = max(of_others(serve(DraftPolicy((drafts,), SIZES, ()), dense, never)) for drafts in OPTIONS)
     assert of_others(auto(dense, never)) > 0.98 * best
 
 
@@ -196,11 +196,11 @@ def test_beside_prompts(load: str, beside_ms: float, chance: float) -> None:
 
 def test_prompts_that_are_not_told_apart_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: one time for steps with prompt tokens and those without."""
-    note = Drafting._note_time
+    note = DraftPolicy._note_time
     monkeypatch.setattr(
-        Drafting, "_note_time", lambda self, known, drafts, ms, prompts: note(self, known, drafts, self._alone(ms, prompts), 0)
+        DraftPolicy, "_note_time", lambda self, known, drafts, ms, prompts: note(self, known, drafts, self._alone(ms, prompts), 0)
     )
-    monkeypatch.setattr(drafting, "MIN_STEP_SHARE", 1.1)
+    monkeypatch.setattr(draft_policy, "MIN_STEP_SHARE", 1.1)
     assert min(relative(small, mixed(load, 6.0, 0.3)) for load in ("agents", "seldom")) < 0.93
 
 
@@ -214,7 +214,7 @@ def test_what_a_prompt_token_adds_is_told_soon(monkeypatch: pytest.MonkeyPatch) 
         return sum(map(bool, auto(lambda rows, drafts: 12.0 + 4.0 * drafts, traffic).drafts))
 
     assert drafted() < 60
-    monkeypatch.setattr(drafting.PromptTime, "add", lambda self, kind, tokens, ms: None)
+    monkeypatch.setattr(draft_policy.PromptTime, "add", lambda self, kind, tokens, ms: None)
     assert drafted() > 300
 
 
@@ -223,7 +223,7 @@ def beside_agents(member: str, rows: int, chance: float) -> float:
     new tokens of its prompt, whose steps take 3 ms more with drafts."""
     prompts = [50 + step * 7919 % 151 if step * 7919 % 65 < rows else 0 for step in range(max(3000, 16_000 // rows))]
     traffic = Traffic(lambda step: rows, lambda sequence, step: chance, lambda step: prompts[step], len(prompts), beside_ms=3.0)
-    return auto(MEASURED[member], traffic).rate / serve(Drafting((0,), SIZES, ()), MEASURED[member], traffic).rate
+    return auto(MEASURED[member], traffic).rate / serve(DraftPolicy((0,), SIZES, ()), MEASURED[member], traffic).rate
 
 
 BATCHES = (1, 4, 5, 8, 16, 48, 100)
@@ -239,7 +239,7 @@ def test_never_slower_than_none(member: str, chance: float) -> None:
 def test_a_fixed_start_is_slower_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: all drafts are taken to be right, whatever was, and no other number than the first is ever tried."""
     no_trials(monkeypatch)
-    monkeypatch.setattr(Drafting, "_tokens", lambda self, drafting: [1.0 + right for right in range(8)])
+    monkeypatch.setattr(DraftPolicy, "_tokens", lambda self, drafting: [1.0 + right for right in range(8)])
     assert [rows for rows in BATCHES if beside_agents("26b-a4b", rows, 0.0) > 0.9] == []
 
 
@@ -251,7 +251,7 @@ def test_few_that_may_draft_do_not_pad_all() -> None:
 
 def test_a_single_number_is_always_chosen() -> None:
     """A setting that names a number is no advice."""
-    assert set(serve(Drafting((3,), SIZES, ()), small, steady(100, 0.0, 200)).drafts) == {3}
+    assert set(serve(DraftPolicy((3,), SIZES, ()), small, steady(100, 0.0, 200)).drafts) == {3}
 
 
 def test_times_at_boot_are_of_whole_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,8 +259,8 @@ def test_times_at_boot_are_of_whole_buckets(monkeypatch: pytest.MonkeyPatch) -> 
     times = [((1, 8.0), (128, 10.0), (129, 11.0))] * len(OPTIONS)
 
     def expected() -> float:
-        return Drafting(OPTIONS, (1, 128, 144), times)._stats(2).options[0].expected
+        return DraftPolicy(OPTIONS, (1, 128, 144), times)._stats(2).options[0].expected
 
     assert expected() == 11.0
-    monkeypatch.setattr(drafting, "min", max, raising=False)
+    monkeypatch.setattr(draft_policy, "min", max, raising=False)
     assert expected() == 26.0
