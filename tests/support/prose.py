@@ -29,13 +29,13 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # In the order of MEASURES.
 ALLOWED: dict[str, tuple[int, ...]] = {
     "engine/core": (22, 17, 1, 6683, 54, 64),
-    "engine/rank": (50, 10, 4, 11402, 137, 112),
+    "engine/rank": (43, 10, 5, 11723, 119, 112),
     "engine/front": (18, 7, 5, 4907, 38, 115),
-    "engine": (30, 13, 3, 7395, 20, 59),
-    "kernels": (90, 7, 1, 12554, 225, 108),
+    "engine": (29, 14, 3, 8107, 19, 63),
+    "kernels": (90, 8, 1, 12930, 228, 117),
     "cluster": (4, 1, 0, 1619, 2, 20),
     "deploy/edge": (9, 13, 12, 10032, 26, 160),
-    "deploy": (5, 6, 8, 4146, 7, 65),
+    "deploy": (5, 6, 8, 4146, 6, 64),
     "dashboards": (3, 2, 0, 1160, 6, 14),
     "docs": (16, 30, 1, 0, 0, 0),
 }

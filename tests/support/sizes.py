@@ -18,16 +18,16 @@ FILE_CEILING = 500
 # Tokens of each room: what is there and 1 % of slack. Who comes below lowers the bound; who needs more says what the new
 # feature replaced. The goal of the product for the same features: 215 000 tokens, of them 90 000 of the engine.
 BOUNDS = {
-    "engine/core": 20_561,
-    "engine/rank": 46_412,
+    "engine/core": 20_558,
+    "engine/rank": 47_568,
     "engine/front": 21_616,
-    "engine": 17_282,
-    "kernels": 59_420,
+    "engine": 19_532,
+    "kernels": 61_746,
     "cluster": 5_278,
     "deploy/edge": 47_052,
-    "deploy": 18_135,
+    "deploy": 18_001,
     "dashboards": 5_297,
-    "tests": 517_856,
+    "tests": 520_181,
 }
 _COUNTED = frozenset({tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
