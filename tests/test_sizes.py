@@ -8,7 +8,7 @@ pytestmark = pytest.mark.pure
 
 
 def test_the_code_is_no_larger_than_its_bounds() -> None:
-    """Lines, tokens, tokens a line, the engine's tokens and the tests' are within bounds; doubled, each is reported by name."""
+    """Each room's tokens are within its bound; doubled, each is reported by name."""
     figures = code_sizes()
     assert excesses(figures) == []
     doubled = excesses({name: 2 * figure for name, figure in figures.items()})

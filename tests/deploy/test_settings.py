@@ -109,14 +109,21 @@ def test_on_and_off_are_words(text: str, thinking: str) -> None:
     assert Settings.read(msgspec.to_builtins(settings)) == settings
 
 
-@pytest.mark.parametrize("name", ["nano.yaml", "gemma4.yaml"])
+OUR_FILES = {"nano": 4, "gemma4": 4, "31b-two-gpus": 2, "26b": 1, "12b": 1, "e4b": 1}
+
+
+def test_all_our_files_are_tested() -> None:
+    assert {path.stem for path in (ROOT / "deploy").glob("*.yaml")} == set(OUR_FILES)
+
+
+@pytest.mark.parametrize("name", OUR_FILES)
 def test_our_own_files_are_good(name: str) -> None:
-    """Both files that we ship pass our check and Serve's schema, and override the deployment by its name."""
+    """Each file that we ship passes our check and Serve's schema, and overrides the deployment by its name."""
     from ray.serve.schema import ServeDeploySchema
 
-    config = read_config(ROOT / "deploy" / name)
+    config = read_config(ROOT / "deploy" / f"{name}.yaml")
     settings = read_settings(config, name)
-    assert settings.tp == 4
+    assert settings.tp == OUR_FILES[name]
     schema = ServeDeploySchema.model_validate(config)
     assert [deployment.name for deployment in schema.applications[0].deployments] == ["Quartet"]
     assert schema.http_options.host == "127.0.0.1"
