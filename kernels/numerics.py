@@ -1,6 +1,7 @@
 """Casts and products for Triton kernels that give the same on a GPU and under the interpreter.
 
-The interpreter cuts fp32 off where bf16 rounds to nearest, and multiplies bf16 operands' bit patterns; see `kernels.launch`.
+The interpreter cuts fp32 off where bf16 rounds to nearest, loses the carry of a mantissa that e4m3 rounds up, and multiplies bf16
+operands' bit patterns; see `kernels.launch`.
 """
 
 import triton
@@ -18,6 +19,12 @@ def cast(x, DTYPE: tl.constexpr):
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         return (bits & 0xFFFF0000).to(tl.float32, bitcast=True).to(tl.bfloat16)
+    if INTERPRET and tl.float8e4nv == DTYPE:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits += 0x7FFFF + ((bits >> 20) & 1)
+        rounded = (bits & 0xFFF00000).to(tl.float32, bitcast=True)
+        below = (x + 24576.0) - 24576.0  # multiples of 2^-9, below the least normal number
+        return tl.where(tl.abs(x) < 0.015625, below, tl.where(x == x, rounded, x)).to(DTYPE)
     return x.to(DTYPE)
 
 

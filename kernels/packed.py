@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.launch import check_contiguous, enabled, launch, next_power_of_2, trigger, wait
+from kernels.numerics import cast
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
@@ -167,7 +168,7 @@ def store_scaled(x, values, scale, row, N: constexpr, BLOCK: constexpr):
     """Writes row x [BLOCK], fp32 with zeros from N on, to row `row` of values [T, N] and scale [T]."""
     lane = tl.arange(0, BLOCK)
     factor = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1e-12)
-    tl.store(values + row * N + lane, (x / factor).to(values.dtype.element_ty), lane < N)
+    tl.store(values + row * N + lane, cast(x / factor, values.dtype.element_ty), lane < N)
     tl.store(scale + row, factor)
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.activation import geglu
+from kernels.activation import geglu, geglu_rows
+from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.linear import FP32, GEGLU, NONE, _run, linear, linear_parts
-from kernels.packed import packed_matrix
+from kernels.packed import PackedRows, fp8_matrix, pack_rows, packed_matrix
 from kernels.tiles import LARGE_SHARED, MOST_ROWS, TABLE, GemmShape, Tile, choose, fit
 from tests.support import interpreter
 from tests.support.dtypes import both_dtypes
@@ -86,6 +87,57 @@ def interpreted_kernels(tile: Tile, gated: bool, dtype: torch.dtype) -> None:
         assert error(out, product(x[:, :-1], weight[:, :-1], gated)) > 4 * TOLERANCE[dtype]
         if gated:
             assert error(out, product(x, weight.roll(m, 0), gated)) > 4 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def interpreted_fp8_products(tile: Tile, gated: bool) -> None:
+    """Each kernel multiplies e4m3 operands and scales sums by row and by output channel; scales of other channels or rows show."""
+    rows, m, n = (3 * tile.rows if tile.kind == "gemv" else tile.rows - 1), 14, 200
+    x, plain = case(rows, m, n, torch.bfloat16, gated)
+    x *= torch.linspace(0.5, 1.5, rows)[:, None]
+    weight, packed = fp8_matrix(plain * torch.linspace(0.5, 1.5, len(plain))[:, None]), pack_rows(x)
+    assert weight.scale is not None
+    out = _run(tile, x, weight, x.new_empty(rows, m), GEGLU if gated else NONE)
+
+    def expected(x_scale: Tensor, scale: Tensor) -> Tensor:
+        return product(packed.values.double() * x_scale[:, None], weight.values.double() * scale[:, None], gated)
+
+    assert error(out, expected(packed.scale, weight.scale)) < TOLERANCE[torch.bfloat16]
+    assert error(out, expected(packed.scale, weight.scale.roll(1))) > 4 * TOLERANCE[torch.bfloat16]
+    assert rows == 1 or error(out, expected(packed.scale.roll(1), weight.scale)) > 4 * TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def interpreted_packed_rows(rows: int) -> None:
+    """A row of zeros stays zero, others are rounded to e4m3's three bits, and fused producers give the bits of `pack_rows`."""
+    x, _ = case(rows + 1, 4, 300, torch.bfloat16, False)
+    x[0] = 0
+    packed = pack_rows(x)
+    assert not packed.values[0].float().any()
+    rounded = packed.values.float() * packed.scale[:, None]
+    assert ((rounded - x.float()).abs() <= 2**-4 * x.float().abs() + 2**-9 * packed.scale[:, None]).all()
+    both = torch.cat([x, x.flip(1)], 1)
+    for made, by_hand in (
+        (geglu_rows(both), pack_rows(geglu(both))),
+        (packed_norm(x), pack_rows(plain_norm(x))),
+    ):
+        assert torch.equal(made.values.view(torch.uint8), by_hand.values.view(torch.uint8))
+        assert torch.equal(made.scale, by_hand.scale)
+
+
+def packed_norm(x: Tensor) -> PackedRows:
+    """x of a fused norm whose product reads packed rows."""
+    _, packed = fused_allreduce_norm(x, x.roll(1, 1), Norms(x[-1], x[-1], packs=True), 1e-6)
+    assert isinstance(packed, PackedRows)
+    return packed
+
+
+def plain_norm(x: Tensor) -> Tensor:
+    """The same, not packed."""
+    _, normed = fused_allreduce_norm(x, x.roll(1, 1), Norms(x[-1], x[-1]), 1e-6)
+    assert isinstance(normed, Tensor)
+    return normed
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)

@@ -1,0 +1,223 @@
+"""FP8 weights, made at load and read from folders: values, logits over ranks, mixed folders, and what is refused."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+
+from engine.errors import CheckpointError
+from engine.geometry import read_geometry
+from engine.quantisation import Quantisation, read_quantisation
+from engine.rank.fp8 import Fp8Weight
+from engine.rank.load.loader import load
+from engine.rank.load.slices import pieces
+from engine.rank.models.gemma4 import Gemma4
+from engine.rank.models.gemma4_weights import TENSORS
+from engine.rank.parallel import Parallel, Single
+from engine.rank.weight import Weight
+from engine.weight_formats import FP8
+from kernels.linear import GEGLU, NONE, Epilogue
+from kernels.packed import fp8_matrix, unpacked
+from tests.conftest import Nano
+from tests.support.engine.paged import caches, run_steps, script
+from tests.support.engine.threads import run_ranks
+
+pytestmark = pytest.mark.cpu
+
+CPU = torch.device("cpu")
+LENGTH = 40
+TOLERANCE = 1e-4  # of fp32 logits: the same products in another order
+E4M3 = torch.float8_e4m3fn
+CHANNEL = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+    "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+MLP, EXPERTS = r"re:.*\.mlp\..*", r"re:.*\.experts\..*"
+
+
+class Expected(Fp8Weight):
+    """The products by their formula: each row of x in e4m3 with a scale of its own. In fp32: where a rounding to e4m3 fell the
+    other way, all later rows would differ."""
+
+    def product(self, x: Tensor, epilogue: Epilogue = NONE, out: Tensor | None = None) -> Tensor:
+        scale = x.abs().amax(1, keepdim=True) / 448
+        found = (x / scale).to(E4M3).float() @ self.values.float().T * (scale * self.scale.T)
+        if epilogue.gated:
+            gate, up = found.chunk(2, 1)
+            found = functional.gelu(gate, approximate="tanh") * up
+        elif epilogue.up is not None:
+            found = functional.gelu(found, approximate="tanh") * epilogue.up
+        return found.to(x.dtype) if out is None else out.copy_(found)
+
+    def gated(self, x: Tensor, down: Weight) -> Tensor:
+        return self.product(x, GEGLU)
+
+    def parts(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+
+def model(folder: Path, parallel: Parallel, weights: Quantisation) -> Gemma4:
+    made = Gemma4(read_geometry(folder), parallel, torch.float32, CPU)
+    load(made, TENSORS, folder, weights)
+    return made
+
+
+def logits(folder: Path, weights: Quantisation, tp: int = 1, change: Callable[[Gemma4], None] | None = None) -> Tensor:
+    """[LENGTH, vocab] of a few ids, prefilled whole."""
+
+    def of_rank(parallel: Parallel) -> Tensor:
+        made = model(folder, parallel, weights)
+        if change is not None:
+            change(made)
+        geometry = made.geometry
+        ids = torch.randint(3, geometry.vocab, (LENGTH,), generator=torch.Generator().manual_seed(1))
+        steps = script(geometry, ((LENGTH, 0),), 40, 1, whole=True)
+        return torch.stack(list(run_steps(made, caches(geometry, parallel.size, 1, LENGTH, 40), steps, [ids]).values()))
+
+    return of_rank(Single()) if tp == 1 else run_ranks(tp, of_rank)[0]
+
+
+def saved(folder: Path, to: Path, targets: str = "re:.*", ignore: tuple[str, ...] = ()) -> Path:
+    """The checkpoint in compressed-tensors' fp8, experts one by one; targets: of the matrices that are quantised."""
+    tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        fused, begin = tensors.pop(name), name.rpartition(".")[0]
+        for expert, matrix in enumerate(fused):
+            parts = {"down_proj": matrix}
+            if name.endswith("gate_up_proj"):
+                gate, up = matrix.chunk(2)
+                parts = {"gate_proj": gate, "up_proj": up}
+            tensors |= {f"{begin}.{expert}.{kind}.weight": part.contiguous() for kind, part in parts.items()}
+    whole = Quantisation(fused=False)
+    for name, piece in pieces(TENSORS, read_geometry(folder), weights=whole).items():
+        if piece.kind == "matrix" and re.match(targets.removeprefix("re:"), name) and name.removesuffix(".weight") not in ignore:
+            packed = fp8_matrix(tensors[name])
+            assert packed.scale is not None
+            tensors[name], tensors[f"{name}_scale"] = packed.values, packed.scale[:, None]
+    config = json.loads((folder / "config.json").read_text())
+    group = CHANNEL | {"targets": ["Linear"] if targets == "re:.*" else [targets]}
+    said = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head", *ignore]}
+    to.mkdir()
+    (to / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, to / "model.safetensors")
+    return to
+
+
+def formats(folder: Path) -> dict[str, set[str]]:
+    """The classes of a loaded model's matrices, by their last name."""
+    found: dict[str, set[str]] = {}
+    for name, each in model(folder, Single(), read_quantisation(folder)).named_modules():
+        if isinstance(each, Weight):
+            found.setdefault(name.rpartition(".")[2], set()).add(type(each).__name__)
+    return found
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return (found - expected).abs().max().item()
+
+
+def test_values_do_not_depend_on_ranks(nano: Nano) -> None:
+    """A rank's part of a matrix that is packed at load is that part of the whole matrix packed, to the bit."""
+    folder = nano("31b")
+    at_load = read_quantisation(folder, "fp8")
+    whole = model(folder, Single(), at_load)
+    ranks = run_ranks(2, lambda parallel: model(folder, parallel, at_load))
+    for name in ("blocks.0.attention.o", "blocks.1.mlp.down"):
+        one = whole.get_submodule(name)
+        parts = [rank.get_submodule(name) for rank in ranks]
+        assert torch.equal(one.values.float(), torch.cat([part.values.float() for part in parts], 1))
+        assert all(torch.equal(one.scale, part.scale) for part in parts)
+    plain = model(folder, Single(), read_quantisation(folder)).blocks[0].mlp.down.weight
+    rounded = unpacked(whole.blocks[0].mlp.down.matrix)
+    assert 0 < ((rounded - plain).abs() / plain.abs().amax(1, keepdim=True)).max() < 2**-4
+
+
+@pytest.mark.parametrize("member", ["31b", "e2b"])
+def test_products_are_their_formula(nano: Nano, member: str) -> None:
+    """Logits are those of the formula, over two ranks too; a scale of another row shows."""
+    folder = nano(member)
+    at_load = read_quantisation(folder, "fp8")
+    formula = Quantisation(((("Linear",), at_load.groups[0][1]._replace(weight=f"{__name__}:Expected")),))
+    found, expected = logits(folder, at_load), logits(folder, formula)
+    over_two = logits(folder, at_load, 2)
+
+    def roll(made: Gemma4) -> None:
+        scale = made.blocks[0].mlp.down.scale
+        scale.copy_(scale.roll(1, 0))
+
+    fault = logits(folder, at_load, change=roll)
+    plain = logits(folder, read_quantisation(folder))
+    print(f"{member}: {error(found, expected):.1e}; two ranks {error(over_two, found):.2g}; plain {error(found, plain):.2g}")
+    assert error(found, expected) < TOLERANCE
+    assert error(fault, found) > 100 * TOLERANCE
+    # A rank rounds rows of its own columns: two ranks' are as near to the plain model as one's.
+    assert error(over_two, plain) < 2 * error(found, plain)
+
+
+@pytest.mark.parametrize("member", ["31b", "26b-a4b", "e2b"])
+def test_a_folder_gives_what_packing_at_load_gives(nano: Nano, tmp_path: Path, member: str) -> None:
+    """compressed-tensors' folder, whose experts are one by one, and the plain folder packed at load: the same logits to the bit.
+    Gate and up in each other's places do not."""
+    folder = saved(nano(member), tmp_path / "saved")
+    found, expected = logits(folder, read_quantisation(folder)), logits(nano(member), read_quantisation(nano(member), "fp8"))
+
+    def swap(made: Gemma4) -> None:
+        values = made.blocks[0].mlp.gate_up.values
+        values.copy_(values.float().roll(len(values) // 2, 0).to(E4M3))
+
+    assert torch.equal(found, expected)
+    assert error(logits(folder, read_quantisation(folder), change=swap), expected) > 100 * TOLERANCE
+
+
+def test_a_folder_may_quantise_a_part(nano: Nano, tmp_path: Path) -> None:
+    """MLPs alone, as nvidia's 31B; routed experts alone, as its 26B; one matrix that the ignore list names stays plain."""
+    mlp = formats(saved(nano("31b"), tmp_path / "mlp", MLP))
+    assert mlp == {"head": {"Weight"}, "qkv": {"Weight"}, "o": {"Weight"}, "gate_up": {"Fp8Weight"}, "down": {"Fp8Weight"}}
+    folder = saved(nano("26b-a4b"), tmp_path / "experts", EXPERTS)
+    made = model(folder, Single(), read_quantisation(folder))
+    assert type(made.blocks[0].experts.down) is Fp8Weight
+    assert type(made.blocks[0].mlp.down) is Weight
+    ignored = "model.language_model.layers.0.mlp.down_proj"
+    part = saved(nano("31b"), tmp_path / "ignored", ignore=(ignored,))
+    assert type(model(part, Single(), read_quantisation(part)).blocks[0].mlp.down) is Weight
+    assert type(model(part, Single(), read_quantisation(part)).blocks[1].mlp.down) is Fp8Weight
+
+
+def test_what_the_config_says_must_be_there(nano: Nano, tmp_path: Path) -> None:
+    """A bf16 matrix where the config promises fp8 is named, with the scale that it lacks."""
+    folder = saved(nano("31b"), tmp_path / "saved", ignore=("model.language_model.layers.0.mlp.down_proj",))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = []
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"down_proj.weight_scale is missing; .* has dtype .*, not one of F8_E4M3"):
+        logits(folder, read_quantisation(folder))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": INT4}}}, "4-bit int group of 32 weights"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt, NVFP4"),
+        ({"quant_method": "awq"}, "awq"),
+    ],
+)  # fmt: skip
+def test_formats_that_are_not_read_are_named(nano: Nano, tmp_path: Path, said: dict[str, object], words: str) -> None:
+    config = json.loads((nano("31b") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        read_quantisation(tmp_path)
+
+
+def test_matrices_by_name() -> None:
+    """Names, patterns and wildcards name a matrix; an ignored one is plain though a target names it."""
+    quantisation = Quantisation(((("re:.*mlp.*", "a.q_proj"), FP8),), ("re:.*layers\\.0\\..*", "b.*"))
+    named = {"a.layers.1.mlp.up_proj": True, "a.q_proj": True, "a.k_proj": False, "a.layers.0.mlp.up_proj": False, "b.mlp": False}
+    assert {name: quantisation.format_of(name) is FP8 for name in named} == named
