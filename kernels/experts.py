@@ -199,6 +199,7 @@ def _grouped(
             up = add_product(values, tl.load(base + M * K + k, inside, 0.0), up, SWAP)
     if scale is not None:
         scale += expert * ALL
+        source = tl.where(row < end, source, 0)  # rows past the tile's end have no scale
         total = scaled_tile(total, x_scale, scale, source, column, ALL, SWAP)
         if GATED:
             up = scaled_tile(up, x_scale, scale, source, column + M, ALL, SWAP)

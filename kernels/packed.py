@@ -136,9 +136,10 @@ def scale_warps(block: int) -> int:
 
 
 def scaled_product(x: PackedRows, weight: PackedMatrix, out: Tensor) -> Tensor:
-    """x [T, n] and an fp8 weight [m, n] -> `out` [T, m], by the library."""
+    """x [T, n] and an fp8 weight [m, n] -> `out` [T, m], by the library, which takes multiples of 16 on a GPU."""
     assert weight.scale is not None
-    if out.is_cuda and out.dtype == torch.bfloat16 and len(out):
+    multiples = x.shape[1] % 16 == 0 and weight.rows % 16 == 0
+    if out.is_cuda and enabled(out) and out.dtype == torch.bfloat16 and multiples and len(out):
         scales = x.scale[:, None], weight.scale[None]
         return torch._scaled_mm(x.values, weight.values.t(), *scales, out_dtype=out.dtype, use_fast_accum=True, out=out)
     sums = x.values.float() @ weight.values.float().t()
