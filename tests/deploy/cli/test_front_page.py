@@ -16,6 +16,7 @@ README = (ROOT / "README.md").read_text()
 FITS = {
     "gemma4": ("141GB", "16GiB"),
     "31b-two-gpus": ("80GB", "32GiB"),
+    "31b-fp8": ("141GB", "80GB"),
     "26b": ("80GB", "48GiB"),
     "12b": ("48GB", "24GiB"),
     "e4b": ("24GB", "16GiB"),
