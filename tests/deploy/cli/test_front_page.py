@@ -47,6 +47,11 @@ def test_plans_of_the_front_page_run(capsys: pytest.CaptureFixture[str]) -> None
         capsys.readouterr()
 
 
+def test_the_first_requests_name_the_model_that_make_serves() -> None:
+    served = set(re.findall(r"served_model_name: (\S+)", (ROOT / "deploy/nano.yaml").read_text()))
+    assert set(re.findall(r'"model": "(.*?)"', README)) == served
+
+
 def test_the_front_page_names_targets_of_make() -> None:
     """Targets that make does not have are an error of `make -n`: an invented one is."""
     targets = set(re.findall(r"\bmake ([a-z]+)\b", README))
