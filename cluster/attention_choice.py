@@ -85,7 +85,7 @@ def _check(kind: RowKind, entry: BackendEntry, platform: Platform) -> None:
 
 
 def _default(kind: RowKind, platform: Platform, passed: list[Obstacle]) -> BackendEntry:
-    """Returns the last backend that nothing stands against; adds to `passed` what stands against those behind it."""
+    """Returns the last backend that nothing stands against; adds to `passed` what stands against those after it."""
     for entry in reversed(BACKENDS.values()):
         if entry.device == platform.device:
             obstacles = list(entry.obstacles(kind, platform))

@@ -33,7 +33,7 @@ Gpus = tuple[Gpu, ...]
 
 @dataclass(frozen=True)
 class Capability:
-    """The visible GPUs, and what of FlashInfer is installed beside them."""
+    """The visible GPUs, and what of FlashInfer is installed."""
 
     gpus: Gpus = ()
     flashinfer: FlashInferFiles = field(default_factory=FlashInferFiles)

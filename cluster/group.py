@@ -1,11 +1,11 @@
 """One engine group: its shared memory, and its processes from boot to end.
 
-    Group.boot(config)   memory -> spawn the ranks and the core -> handshake -> ready; or an error, with nothing left behind
+    Group.boot(config)   memory -> spawn the ranks and the core -> handshake -> ready; or an error, with nothing left over
     group.front_socket   where an EngineClient attaches
     group.close()        orderly; group.kill() at once. Neither leaves a process, descriptor or name in a file system
 
 Everything shared, torch.distributed's rendezvous included, is an anonymous file whose descriptor the children inherit: a kill
-leaves no name behind.
+leaves no name.
 """
 
 import contextlib

@@ -116,7 +116,7 @@ def _unscheduled(statuses: Statuses, moment: Observation, bound_s: float) -> Dea
 
 
 def _stalled(statuses: Statuses, stalled_s: Sequence[float], bound_s: float) -> Death | None:
-    """Blames ranks before the core, and of them those furthest behind: the others may only wait for them."""
+    """Blames ranks before the core, and of them those with the fewest steps: the others may only wait for them."""
     *ranks, core = statuses
     if (age := max(stalled_s[:-1])) > bound_s:
         progress = [(rank.finished, rank.launched) for rank in ranks]

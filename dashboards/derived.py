@@ -1,6 +1,6 @@
 """What follows from the engine's events: verdicts against objectives, the phases of a completed request, the time of a step.
 
-Metrics have these as sources beside the events themselves.
+Metrics have these as sources in addition to the events themselves.
 """
 
 from engine.events import EngineLoad, Event, EventRecord, FirstToken, RequestFinished

@@ -79,7 +79,7 @@ class ReplicaRegistry(Collector):
         self._clock = clock
         self._lock = threading.Lock()
         self._members: dict[str, _Member] = {}
-        self._retired: dict[tuple[str, str], Counts] = defaultdict(dict)  # what a deployment's replicas have left behind
+        self._retired: dict[tuple[str, str], Counts] = defaultdict(dict)  # what a deployment's replicas have left
         self._gone: dict[str, _Departed] = {}  # oldest first
         self._ticked = clock()
 

@@ -397,7 +397,7 @@ _DEPLOYMENT = "application deployment"
 
 
 def deployment_counters(prefix: str, summed: str) -> dict[str, Metric]:
-    """Makes a deployment's own counter beside each of its replicas' that outlives them, by the name of that."""
+    """Makes a deployment's own counter for each of its replicas' that outlives them, by the name of that."""
     return {
         row.name: Metric(
             row.name.replace("quartet", prefix, 1), f"{row.name}, {summed}", label_names=f"{_DEPLOYMENT} {row.label_names}"

@@ -1,6 +1,6 @@
 """Accept drafts, and make a drafter's next inputs: what lies between a step's sampling and a drafter's first pass.
 
-    sampled   s_0 s_1 .. s_W      s_i is the target's token behind the row's input and drafts d_1 .. d_i
+    sampled   s_0 s_1 .. s_W      s_i is the target's token after the row's input and drafts d_1 .. d_i
     accepted  s_0 .. s_a          a: the first i with s_i != d_{i+1}, or W; less where an earlier one of them is a stop id, or where
                                   one has no token
 
@@ -23,11 +23,11 @@ _COLUMNS = 2048  # of a hidden row copied at once
 
 
 class DraftInputs(NamedTuple):
-    """Of a drafter's n rows, one a sequence, padding behind them.
+    """Of a drafter's n rows, one a sequence, then padding.
 
     ids        int32 [n]: the last accepted token, whose K and V are not there yet
     slots      int32 [n]
-    positions  int32 [1 + drafts, n]: of the last K and V, then of the inputs that each draft comes behind; -1: padding
+    positions  int32 [1 + drafts, n]: of the last K and V, then of the inputs that each draft comes after; -1: padding
     hidden     [n, m], the row that gave the last token; of padding whatever was there
     """
 
@@ -38,7 +38,7 @@ class DraftInputs(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Sequences of `width` sampled rows each, one behind the other.
+    """Sequences of `width` sampled rows each, consecutive.
 
     chosen     int32 [n * width, 2]: each row's token, and its flags, 0 if it has one (`kernels.choose`)
     ids        int32 [n * width]: the rows' inputs;   slots, positions  int32 [n * width], of them; -1: padding
@@ -57,7 +57,7 @@ def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: Dra
     """Returns int32 [m], for as many sequences as `out` has rows: how many of each one's sampled tokens are accepted, 1 to width;
     0: padding.
 
-    stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by one less than that. padding: slot of `out`'s rows behind the
+    stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by one less than that. padding: slot of `out`'s rows after the
     last sequence. Fills `out`.
     """
     width, count = rows.width, len(out.ids)

@@ -11,7 +11,7 @@ Then come stop ids that may not come yet, ids that may never come, temperature a
 adjustments are left as they are. A NaN stays one, whatever is forbidden: it silences its row.
 
 A slot's counts grow by the row's own input before they are read, if the slot was admitted without it: each position is the input
-of one row. Where a slot has several rows, drafts behind its input, each row sees the counts as if the inputs up to its own were
+of one row. Where a slot has several rows, drafts after its input, each row sees the counts as if the inputs up to its own were
 accepted, and none is stored: `count_accepted` stores those that were.
 
 Sources: OpenAI's API reference (presence, frequency, bias); Keskar et al. 2019, arXiv:1909.05858 (repetition).
@@ -64,7 +64,7 @@ def count_accepted(
     """Counts each slot's accepted inputs where its drafts were adjusted by `adjust`: once, in this rank's ids from `first` on.
 
     slots, positions  int32 [n], distinct slots, and of the first input of each; -1: padding
-    inputs            int32 [n, W]: a row's token and the drafts behind it;  accepted  int32 [n]: how many of them stand
+    inputs            int32 [n, W]: a row's token and its draft tokens;  accepted  int32 [n]: how many of them stand
     """
     (rows, width), n = inputs.shape, tables.counts.shape[1]
     check_contiguous(slots, positions, inputs, accepted)

@@ -1,4 +1,4 @@
-"""The token of a row with a small top_k, behind which top_p and min_p may cut further, from a few ids of each rank.
+"""The token of a row with a small top_k, after which top_p and min_p may cut further, from a few ids of each rank.
 
     s_i          cap(l_i) / temperature, as in `kernels.sample`; order: s descending, equal values by ascending id
     candidates   the best SMALL_TOP_K ids of this rank's slice in that order: whatever top_k keeps of all ranks' is among theirs
@@ -71,7 +71,7 @@ def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) 
 
 def choose_candidates(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
     """best fp32 [R, n, 2]: `candidates` of every rank, in their order. Tokens of rows with a small top_k -> chosen int32 [R, 2],
-    and behind the rows' inputs; but not where a flag is set."""
+    and after the rows' inputs; but not where a flag is set."""
     check_contiguous(best)
     rows, count, _ = best.shape
     if not enabled(best):

@@ -6,7 +6,7 @@
                   over the ids that the row may give; equal values: the lowest id. Also whether a NaN was seen
     choose_best   the best of the parts, and over the ranks' inboxes of all ranks; written where the next step reads its token
 
-Tokens of rows that filter (top_k, top_p, min_p) come behind it, from `kernels.candidates` and `kernels.filters`. Those with a small
+Tokens of rows that filter (top_k, top_p, min_p) come after it, from `kernels.candidates` and `kernels.filters`. Those with a small
 top_k need no noise here: they are searched as greedy rows are, for a NaN and for whether any id may come.
 """
 
@@ -29,7 +29,7 @@ _FIELDS = 4  # of a part's best: value, id (exact in fp32 below 2^24), whether t
 _EMPTY = constexpr(-(1 << 31))  # -0.0
 _BLOCK = constexpr(1024)
 _PART = 4096  # ids of a part at least
-_PROGRAMS = 16  # a processor's: one waits for its part, block behind block, and several side by side fill the wait
+_PROGRAMS = 16  # a processor's: one waits for its part, block after block, and several side by side fill the wait
 
 
 class ArgmaxInbox(Inbox):
@@ -90,7 +90,7 @@ def choose_best(
 ) -> None:
     """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags; with a NaN, or every id forbidden, the token is 0.
 
-    The token is also written behind the row's input. inbox: None where `best` has the parts of all ranks. stages: send and receive,
+    The token is also written after the row's input. inbox: None where `best` has the parts of all ranks. stages: send and receive,
     apart for the interpreter, which runs ranks one after the other.
     """
     if not enabled(best):
@@ -147,7 +147,7 @@ def filtered(values: Tensor, ids: Tensor, batch: SamplingBatch, rows: Tensor) ->
 
 
 def store_tokens(batch: SamplingBatch, chosen: Tensor) -> None:
-    """Write the rows' tokens int32 [R] behind their inputs; padding rows have none."""
+    """Write the rows' tokens int32 [R] after their inputs; padding rows have none."""
     rows = (batch.positions >= 0).nonzero().flatten()
     batch.tokens[batch.slots[rows].long(), batch.positions[rows].long() + 1] = chosen[rows]
 

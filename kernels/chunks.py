@@ -3,8 +3,8 @@
     chunk_inputs   rows of the chunks; the list of chunks; the rows that give results, those of chunks first
     extend_tiles   the list, cut into tiles of queries of one sequence
 
-A list is int32 [n, 4]: slot, first row, first position, rows of each chunk. Rows that no chunk has are padding, one entry behind
-the chunks: at positions below 0, which see nothing. Entries behind it have no rows.
+A list is int32 [n, 4]: slot, first row, first position, rows of each chunk. Rows that no chunk has are padding, one entry after
+the chunks: at positions below 0, which see nothing. Entries after it have no rows.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class StepRows(NamedTuple):
 
 class ResultInputs(NamedTuple):
     """Of the rows that give results, `width` of each sequence: rows int64 [R] of the step, slots and positions int32 [R]. Of a
-    chunk one row gives one: the others are padding, as are rows behind the last result, at position -1."""
+    chunk one row gives one: the others are padding, as are rows after the last result, at position -1."""
 
     rows: Tensor
     slots: Tensor
@@ -44,7 +44,7 @@ def chunk_inputs(
 ) -> None:  # fmt: skip
     """Fill rows [0, prompts) of the step, the list `chunks` int32 [n + 1, 4] of a plan of at most n chunks, and `results`.
 
-    tokens int32 [slots, max_len + ..];  padding: the slot of padding rows;  width: decode rows of a sequence, behind `prompts`
+    tokens int32 [slots, max_len + ..];  padding: the slot of padding rows;  width: decode rows of a sequence, after `prompts`
     """
     if enabled(plan):
         launch(

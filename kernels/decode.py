@@ -136,7 +136,7 @@ def decode_attention(
               reads another layer's K and V, which that layer has appended, and writes none
     pool      one layer's [pages, 2, kv_heads, page, d], K at [:, 0], V at [:, 1]
     page_ids  int32 [rows, width]: entry j is the page of positions (first + j) * page ..; first is 0, and with a window
-              max(0, position - window + 1) // page. Entries behind the position's own page are never used
+              max(0, position - window + 1) // page. Entries after the position's own page are never used
     positions int32 [rows]; -1: a padding row, whose output is zero and which appends nothing
     cos_sin   fp32 [rows, 2 * pairs], cos first: of pairs (i, i + d/2), i < pairs
     q_norm    [d], k_norm [d] or, without projections, None; v is normed without weight

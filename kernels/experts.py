@@ -3,7 +3,7 @@
     y_t = sum_k w_tk * down_e( gelu_tanh(g) * u ),   [g; u] = gate_up_e x_t,   e = e_tk      gate is the first half of gate_up
 
 Products are summed in fp32, the gated activations rounded to x's dtype; the weighted sum over experts is fp32, in the order of k,
-with one cast. Where experts are cut along their width, y is a rank's part. It stands behind the dense branch's, which is copied, so
+with one cast. Where experts are cut along their width, y is a rank's part. It stands after the dense branch's, which is copied, so
 that one fused norm takes both.
 
 An *assignment* is one of a token's top_k choices. Nothing asks the host which experts were chosen:
@@ -127,8 +127,8 @@ def _group(
     chosen, counts, order, position, tiles, assignments, slots,
     ROWS: constexpr, EXPERTS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One expert's assignments of a block, ascending, behind those of the experts and blocks before in `order`, and where each
-    stands in `position`. Of the first block also the expert's row tiles (expert, first, end), behind those of the experts before;
+    """One expert's assignments of a block, ascending, after those of the experts and blocks before in `order`, and where each
+    stands in `position`. Of the first block also the expert's row tiles (expert, first, end), after those of the experts before;
     the last expert fills the `slots` with tiles of no rows. counts [blocks, EXPERTS]; None: there is one block."""
     trigger(PDL)
     expert, block = tl.program_id(0), tl.program_id(1)

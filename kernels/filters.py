@@ -93,7 +93,7 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor) -> T
 
 
 def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
-    """drawn int32 [>= R], the rows' tokens in order: written to chosen int32 [R, 2] and behind each row's input."""
+    """drawn int32 [>= R], the rows' tokens in order: written to chosen int32 [R, 2] and after each row's input."""
     check_contiguous(drawn)
     if enabled(drawn):
         launch(

@@ -10,7 +10,7 @@ The order of casts is `kernels.norm`'s: each norm is rounded, then the add, then
 **Over ranks** (`AllReduceInbox`): a rank writes its part of a row into every peer's inbox, then reads the row's parts from its
 own. The product of few rows writes its part itself (`kernels.linear.linear_send`), and the fused norm begins with reading.
 The data is its own flag: an inbox holds -0.0 where nothing has come, and a part that is -0.0 is written as +0.0 (which no sum over
-ranks can tell apart unless all parts are zero). Whoever has read a part puts -0.0 back. There is no barrier:
+ranks can tell apart unless all parts are zero). The reader of a part puts -0.0 back. There is no barrier:
 
     call k     write part k to the peers | wait for all parts k | read them, put -0.0 back | h, x
     call k+1   is begun after k on every rank, so nobody writes k+1 before its own k has been read whole
@@ -45,7 +45,7 @@ _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inb
 
 
 class Norms(NamedTuple):
-    """Weights [n] of a fused norm: `post`, of two parts behind one each (`halves`); `next_norm`: the next pre-norm, None: no x.
+    """Weights [n] of a fused norm: `post`, of two parts with a norm each (`halves`); `next_norm`: the next pre-norm, None: no x.
     packs: x may come as `PackedRows`, for a product of packed operands."""
 
     post: Tensor | None
@@ -213,7 +213,7 @@ def row_warps(n: int, dtype: torch.dtype) -> int:
 
 @triton.jit
 def normed(x, weight, N: constexpr, eps, dtype: constexpr):
-    """rms_norm of one row, rounded to `dtype`; x fp32 with zeros behind n."""
+    """rms_norm of one row, rounded to `dtype`; x fp32 with zeros after n."""
     return (x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
@@ -261,7 +261,7 @@ def without_negative_zero(bits, EMPTY: constexpr):
 
 @triton.jit
 def polled(polls, deadline, errors):
-    """Both behind one more poll. `deadline`, of `now`, is 0 before the first look and below 0 once the wait is over. It looks every
+    """Both after one more poll. `deadline`, of `now`, is 0 before the first look and below 0 once the wait is over. It looks every
     millisecond or so, at the time, and at the error flag: where a call has failed already, this one has waited enough."""
     LOOK: constexpr = 1 if INTERPRET else 1024
     polls += 1
@@ -293,7 +293,7 @@ def _missing(parts, COUNT: constexpr, EMPTY: constexpr):
 
 @triton.jit
 def _receive(inbox, offset, lane, live, errors, STRIDE: constexpr, COUNT: constexpr, EMPTY: constexpr):
-    """COUNT parts of a row in words, once all have come; the inbox is empty again behind it."""
+    """COUNT parts of a row in words, once all have come; the inbox is empty again after it."""
     parts = _parts(inbox, offset, lane, live, STRIDE, COUNT)
     missing, polls, deadline = _missing(parts, COUNT, EMPTY), 0, tl.full((), 0, tl.int64)
     while (missing > 0) & (deadline >= 0):

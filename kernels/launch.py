@@ -5,7 +5,7 @@ that takes part declares `PDL: constexpr` and calls
 
     wait(PDL)      blocks until all kernels before it in the stream have ended and their writes are visible. Whatever is not
                    constant (activations, tables, lengths) is read after it, and every CTA executes it before its end: then
-                   completion is transitive, and a kernel may rely on any earlier one. Behind one that triggers after its own
+                   completion is transitive, and a kernel may rely on any earlier one. After one that triggers after its own
                    wait, a kernel may read before it what was written before that one (`kernels.verify`)
     trigger(PDL)   the next kernel may start once every CTA of this one has called it or ended
 
@@ -112,7 +112,7 @@ def plain_torch() -> Iterator[None]:
 
 
 def check_contiguous(*tensors: Tensor | None) -> None:
-    """Kernels see bare pointers: AssertionError unless each tensor's elements lie one behind the other."""
+    """Kernels see bare pointers: AssertionError unless each tensor's elements are contiguous."""
     for x in tensors:
         assert x is None or x.is_contiguous(), (x.shape, x.stride())
 
@@ -149,7 +149,7 @@ def compiler_options(choices: dict[str, Any]) -> dict[str, Any]:
 
 
 def beside(run: Callable[[], Tensor], x: OnDevice) -> PendingTensor:
-    """Runs `run`, which reads `x`, on a second stream of x's GPU, with the current one's priority, behind all that it has
+    """Runs `run`, which reads `x`, on a second stream of x's GPU, with the current one's priority, after all that it has
     launched; on a CPU here and now. Returns its result, to be called before `x` is freed."""
     if not x.is_cuda:
         result = run()

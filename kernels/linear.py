@@ -172,7 +172,7 @@ def _store(
 
 @triton.jit
 def _load(base, TURN: constexpr, K: constexpr, BK: constexpr, POLICY: constexpr):
-    """Columns [TURN BK, (TURN + 1) BK) of the rows at `base` [rows, 1]; zeros behind K."""
+    """Columns [TURN BK, (TURN + 1) BK) of the rows at `base` [rows, 1]; zeros after K."""
     offset = TURN * BK + tl.arange(0, BK)[None, :]
     inside = (offset < K) | ((TURN + 1) * BK <= K)
     return tl.load(base + offset, inside, 0.0, eviction_policy=POLICY)
@@ -238,7 +238,7 @@ def _gemm(
     BLOCKS: constexpr, GATED: constexpr, UP: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of up to ROWS rows, with BLOCKS of one block of them; rows behind T are zero: were they to repeat one, all CTAs
+    """BN outputs of up to ROWS rows, with BLOCKS of one block of them; rows after T are zero: were they to repeat one, all CTAs
     would wait for its cache lines. Of SPLITS parts of the inner dimension a CTA has one. It has no trigger: the next kernel's CTAs
     would take the place of its own."""
     column = tl.program_id(0) * BN + tl.arange(0, BN)

@@ -131,7 +131,7 @@ def operands(x: Activations, weight: PackedMatrix) -> tuple[Tensor, Tensor | Non
 
 
 def scale_warps(block: int) -> int:
-    """Warps of a program that scales a row of up to `block` numbers. More would wait for room beside the product before it."""
+    """Warps of a program that scales a row of up to `block` numbers. More would wait for room while the product before it runs."""
     return 4 if block <= 8192 else 8
 
 

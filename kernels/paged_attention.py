@@ -38,7 +38,7 @@ def attention(
     """q [rows, n, heads, d] at positions int [rows, n] -> the same shape and dtype; below position 0 anything comes out.
 
     pool       one layer's [pages, 2, kv_heads, page, d], K at [:, 0], V at [:, 1]
-    page_ids   int [rows, pages]: the pages `first` int [rows] and on of each row; entries behind the last key seen are not read
+    page_ids   int [rows, pages]: the pages `first` int [rows] and on of each row; entries after the last key seen are not read
     last_seen  int [rows, n], the last position that each query sees
     """
     rows, n, _, d = q.shape

@@ -103,7 +103,7 @@ def _post(
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, KV_PROJECTIONS: constexpr, PAGE: constexpr,
     FOLD: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """A CTA: one token's query heads of one KV head, and that head's K and V. It triggers behind its wait: the next kernel may read
+    """A CTA: one token's query heads of one KV head, and that head's K and V. It triggers after its wait: the next kernel may read
     at once what was written before this one (`kernels.verify`)."""
     GROUP: constexpr = HEADS // KV_HEADS
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -123,7 +123,7 @@ def _post(
     raw = qkv + token * (HEADS + KV_PROJECTIONS * KV_HEADS) * D
     x = load_halves(raw + (head * GROUP + rows) * D + half, live, 0.0, HALF)
     cos, sin = rope_angles(cos_sin, half, live, PAIRS)
-    if KV_PROJECTIONS > 0:  # first, so that q's loads are in flight beside its own
+    if KV_PROJECTIONS > 0:  # first, so that q's loads are in flight together with its own
         slot = tl.load(slots + token).to(tl.int64)
         page = tl.load(table + slot * width + position // PAGE, used, 0).to(tl.int64)
         line = pool + page * (2 * KV_HEADS * PAGE * D) + head * PAGE * D + position % PAGE * D

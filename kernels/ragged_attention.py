@@ -57,7 +57,7 @@ def _attend(
     if first >= end:
         return
     dims, rest = tl.arange(0, D - REST), D - REST + tl.arange(0, REST or 8)
-    summed = D - REST + tl.arange(0, 16)  # a product sums 16 columns at least: behind a rest of 8 are zeros
+    summed = D - REST + tl.arange(0, 16)  # a product sums 16 columns at least: after a rest of 8 are zeros
     inside = (summed < D)[None, :]
     origin, offset = (first * HEADS + head) * D, tl.arange(0, ROWS)[:, None] * (HEADS * D)
     live = (tl.arange(0, ROWS) < end - first)[:, None]

@@ -76,13 +76,13 @@ def route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor,
 
 @triton.jit
 def _variance_scale(values, eps, N: constexpr):
-    """What rms_norm multiplies a row with; zeros behind N."""
+    """What rms_norm multiplies a row with; zeros after N."""
     return tl.rsqrt(tl.sum(values * values, 0) / N + eps)
 
 
 @triton.jit
 def _norm_row(h, factor, x, row, T, eps, N: constexpr):
-    """What the experts read of a row, if it is below T. factor: fp32, the norm's weight, zeros behind N."""
+    """What the experts read of a row, if it is below T. factor: fp32, the norm's weight, zeros after N."""
     lane = tl.arange(0, factor.shape[0])
     live = (lane < N) & (row < T)
     offset = row.to(tl.int64) * N + lane

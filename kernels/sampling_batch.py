@@ -10,7 +10,7 @@ from torch import Tensor
 
 BIASED, PENALIZED, LIMITED, BAD_WORDS = 1, 2, 4, 8  # flags of a slot
 GREEDY_BELOW = 1e-5  # temperatures under it are greedy: logits divided by less would overflow into ties
-SMALL_TOP_K = 128  # filters behind a top_k up to it are decided by so many best ids of each rank (`kernels.candidates`)
+SMALL_TOP_K = 128  # filters after a top_k up to it are decided by so many best ids of each rank (`kernels.candidates`)
 
 
 class SlotParameters(NamedTuple):
@@ -32,7 +32,7 @@ class SlotAdjustments(NamedTuple):
     starts      int32 [slots, 2]: the first generated position; the first that `counts` lacks when the slot is admitted
     allowed     int32 [slots, words]: bit id % 32 of word id // 32 - first // 32 says whether the id may come
     bad_words   int32 [slots, ids], one word's ids after the other's;  word_ends  int32 [slots, m], rising, then repeated
-    masks       int32 [n, words], as `allowed`, of some rows of one step, those of a slot one behind the other
+    masks       int32 [n, words], as `allowed`, of some rows of one step, those of a slot consecutive
     mask_rows   int32 [slots, 2]: the step of a slot's masks, by the low word of its number, and the first's row in `masks`
     """
 
@@ -54,9 +54,9 @@ class SamplingBatch:
     """R rows that sample, and the tables of all slots that say how.
 
     slots, positions  int32 [R], of each row's input; position -1: a padding row
-    width             rows of a slot, one behind the other: its input and drafts
+    width             rows of a slot, consecutive: its input and drafts
     parameters        of every slot
-    tokens            int32 [slots, max_len + 1]: a row's token is written behind its input
+    tokens            int32 [slots, max_len + 1]: a row's token is written after its input
     suppress          int32 [m]: ids that no row may give
     softcap           of the logits; None: they have none
     adjustments       of every slot; None: no row's logits are adjusted

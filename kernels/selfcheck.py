@@ -132,7 +132,7 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
 
 def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
     """A plan of two decode rows, two chunks of which one gives a result, two appends, one left out and a release, applied; then the
-    inputs of its chunks and, behind them, of three sequences of up to `width` tokens, all padded."""
+    inputs of its chunks and, after them, of three sequences of up to `width` tokens, all padded."""
     layout = PlanLayout(header=5, counts=0, row=2, chunk=4, append=4, release=4)
     counts = (2, 2, 3, 1)
     decodes = [[2, 1], [0, width]]
@@ -199,7 +199,7 @@ def _allreduce_norm(draw: RandomInputs) -> Outputs:
 
 
 def _own_rows(draw: RandomInputs) -> Outputs:
-    """Of the middle one of three ranks, behind rows of others that it does not add."""
+    """Of the middle one of three ranks, after rows of others that it does not add."""
     n, norms = 72, Norms(draw.floats(72), draw.floats(72))
     own = draw.floats(4, n)
     others = draw.floats(2, 5, n)[:, 1:]
@@ -232,7 +232,7 @@ def _ragged(draw: RandomInputs) -> Outputs:
 
 
 def _decode(draw: RandomInputs, heads: int, kv_heads: int, d: int, kv_projections: int, window: int | None) -> Outputs:
-    """Rows over several splits, one of a single key, and padding; ids behind a row's own page name no page of the pool."""
+    """Rows over several splits, one of a single key, and padding; ids after a row's own page name no page of the pool."""
     rows, splits, pages, pairs = 3, 3, 8, 32
     pool, out = draw.pool(1 + 2 * pages, kv_heads, d), draw.floats(rows, heads * d)
     ids = 1 + draw.rising(rows, pages) % (2 * pages)
@@ -267,7 +267,7 @@ def _verify(draw: RandomInputs, d: int, pairs: int) -> Outputs:
 
 
 def _extend(draw: RandomInputs, heads: int, kv_heads: int, d: int, window: int | None, image: bool = False) -> Outputs:
-    """A fresh chunk, one behind a prefix, with an image or without, and padding; rows that no tile names are left."""
+    """A fresh chunk, one after a prefix, with an image or without, and padding; rows that no tile names are left."""
     pool, out = draw.pool(17, kv_heads, d), draw.floats(60, heads, d)
     chunks = draw.ints(0, 2, 0, 33, 1, 40, 83, 20, 1, 35, -5, 5).view(3, 4)
     tiles = extend_tiles(chunks, tile_tokens(heads, kv_heads), 60)

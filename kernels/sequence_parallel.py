@@ -1,4 +1,4 @@
-"""Reduce-scatter, norms of own rows and all-gather of a step with many prompt tokens, by copy engines beside the products.
+"""Reduce-scatter, norms of own rows and all-gather of a step with many prompt tokens, by copy engines while the products run.
 
     row-parallel product      part [T, n] of every rank      each rank's share of the rows is copied to that rank
     norm of own rows          sum, norm, residual, next norm                                      x is copied to all other ranks
@@ -9,13 +9,13 @@ The rows are cut into pieces, and a piece goes through all products up to the ne
     products  | 0    | 1    | norm 0 | 2    | norm 1 | next 0 | norm 2 | next 1 | ...
     copies           | part 0 | part 1 | x 0 | part 2 | x 1    | x 2    | part 0 ...
 
-Copies need no multiprocessors, of which a product leaves none to a kernel beside it. Behind each a number goes to a flag at the
+Copies need no multiprocessors, of which a product leaves none to a concurrent kernel. After each a number goes to a flag at the
 receiver, where a kernel waits for it.
 
 One buffer each for parts and for x is enough: a rank sends a piece's next part when it has the piece's x of all ranks, who sent
 theirs once they had read its parts; and its next x when it has the next parts, whose senders have read x. Numbers count the sums of
-a forward, so that a graph can hold them: those of two sums, one behind the other, differ where a forward has two or more. In a
-graph too copies have queues of their own: none can be behind a kernel that waits.
+a forward, so that a graph can hold them: those of two successive sums differ where a forward has two or more. In a
+graph too copies have queues of their own: no copy queues after a kernel that waits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ ENDS_OF_TWO = {6144: 11 / 16, 3072: 5 / 8, 0: 1 / 2}
 ENDS = (3 / 16, 9 / 16)
 BLOCK = 128  # rows of a product's tile
 _NUMBERS = 1 << 10  # sums of a forward, at most
-_FLAG_BYTES = 1024  # for up to 43 ranks: kernels write 16 bytes at once to what lies behind, the other inboxes too
+_FLAG_BYTES = 1024  # for up to 43 ranks: kernels write 16 bytes at once to what follows, the other inboxes too
 _PARTS, _X = 0, 1
 Pieces = Iterator[Tensor]  # of rows, each computed when it is taken
 
@@ -65,14 +65,14 @@ class GatheredRows:
             yield rows
 
     def whole(self) -> Tensor:
-        """All rows, once the device has them, behind all that this rank has copied; they hold until the next forward."""
+        """All rows, once the device has them, after all that this rank has copied; they hold until the next forward."""
         list(self.pieces())
         self.group.join()
         return self.rows
 
 
 class _Copy(NamedTuple):
-    """To one other rank: this rank's part of those `rows` of a piece that it owns, and this rank's own rows of x; a flag behind
+    """To one other rank: this rank's part of those `rows` of a piece that it owns, and this rank's own rows of x; a flag after
     each."""
 
     rows: slice
@@ -164,7 +164,7 @@ class SequenceParallel:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def _send(self, copies: list[tuple[Tensor, Tensor, Tensor]], number: int) -> None:
-        """Copy (to, from, flag) on a stream beside the current one, behind what that holds by now."""
+        """Copy (to, from, flag) on a second stream, after the work that the current one holds by now."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):  # of none: where it is

@@ -65,7 +65,7 @@ def decode_inputs(
     """Fill ids, positions and slots int32 [rows * width] from the plan's decode rows; the slots' lengths grow by one.
 
     tokens int32 [slots, max_len + ..]; lengths int32 [slots]: a row begins at its slot's length, with the token there, and goes on
-    with the drafts behind it. width: of each row here; of rows that the plan has narrower the rest is padding, at position -1.
+    with its draft tokens. width: of each row here; of rows that the plan has narrower the rest is padding, at position -1.
     """
     if enabled(plan):
         rows, block_rows = len(ids) // width, _INPUTS // width
@@ -89,10 +89,10 @@ def gather_pages(
 ) -> None:
     """out int32 [sequences, width]: entry j is the page of positions (first + j) * page .. of the sequence's slot.
 
-    slots and positions int32 [sequences * rows]: a sequence's rows are consecutive, at rising positions; -1 behind them: padding.
-    first is 0, or with a window that of the oldest key that the first row sees. Entries behind the last row's page are left.
+    slots and positions int32 [sequences * rows]: a sequence's rows are consecutive, at rising positions; -1 after them: padding.
+    first is 0, or with a window that of the oldest key that the first row sees. Entries after the last row's page are left.
 
-    lengths int32 [sequences], for kernels of other libraries, which may touch any entry: then entries behind the last row's page
+    lengths int32 [sequences], for kernels of other libraries, which may touch any entry: then entries after the last row's page
     are 0, and lengths are the keys up to that row's own, counted from the first page's first; of a padding sequence 1, in the null
     page. Keys carry their rotation: a window that is masked by distance sees the same wherever counting begins.
     """

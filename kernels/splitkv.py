@@ -1,4 +1,4 @@
-"""The Triton kernel behind `kernels.decode`: split-KV attention over pages, with head norms, rope and append in the same launch.
+"""The Triton kernel of `kernels.decode`: split-KV attention over pages, with head norms, rope and append in the same launch.
 
     grid   (rows, KV heads x parts of V's columns, splits)          a CTA's keys: runs split, split + splits, ... of `KEYS` keys
     CTA    q normed and roped -> online softmax over its runs -> its part and log-sum-exp to scratch -> a ticket
@@ -163,7 +163,7 @@ def decode_kernel(
 
 @triton.jit
 def page_of(ids, key, width, KEYS: constexpr, PAGE: constexpr):
-    """The page of KEYS keys from `key` on, or of each of them where they lie in several; 0 behind the table's end."""
+    """The page of KEYS keys from `key` on, or of each of them where they lie in several; 0 after the table's end."""
     entry = key // PAGE
     if KEYS > PAGE:
         entry += tl.arange(0, KEYS) // PAGE

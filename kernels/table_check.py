@@ -3,10 +3,10 @@
     TABLE_ENTRY    a slot's row of the page table: the expected one, whole
     ROW_ENTRY      a decode row's page ids, as gathered: those expected of its slot as far as its position needs them, none null
     COPIED_ENTRY   a row that was copied for another library's kernel (`kernels.slots.gather_pages`): the pages expected of its
-                   slot up to its position, and the null page behind it and in all of a padding row
+                   slot up to its position, and the null page after it and in all of a padding row
 
 What differs is recorded, RECORDS of them at most, and counted. An id outside the pool is replaced by the expected one, so that the
-kernels behind do not fault before anybody has read the record.
+later kernels do not fault before anybody has read the record.
 
     violations int32 [RECORD * (RECORDS + 1)]    [0] how many there were; record r from RECORD * (r + 1):
                                                  kind, group, slot, entry, actual, expected, row, position

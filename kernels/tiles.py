@@ -74,7 +74,7 @@ def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] =
 
 
 # Above, cuBLAS. The fastest of those tried on an H200 for 31B at TP=4. Of 16 to 64 rows measured in a whole captured step: 84 CTAs
-# need deep pipelines, beside which the next kernel's still fit.
+# need deep pipelines, which leave room for the next kernel's.
 _Table = dict[GemmShape, dict[int, Tile]]
 TABLE: _Table = {
     GemmShape(4096, 5376): _tiles((4, 4), (64, 8), (64, 6), (32, 6)),

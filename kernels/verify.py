@@ -1,4 +1,4 @@
-"""Attention of decode rows with several queries each: the new token of a sequence and the drafts behind it.
+"""Attention of decode rows with several queries each: the new token of a sequence and its draft tokens.
 
     o_i = sum_j softmax_j( q_i . k_j ) v_j     over the keys j that query i sees:  j <= p_i, and j > p_i - window if there is one
 
@@ -11,7 +11,7 @@ query has its own mask. Its K and V are in the pages already (`kernels.qkv.qkv_p
 
 Where there is more to add a second launch does so, a CTA a query and head: one CTA would take longer than attention itself. With
 `PAIRS` K is read from V's rows where rope does not turn it, as in `kernels.splitkv`. Positions and page ids are read before the
-wait for `qkv_post`, which triggers behind its own, and the lines of the first run are asked for then.
+wait for `qkv_post`, which triggers after its own, and the lines of the first run are asked for then.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ class VerifyTile:
     pairs: int = 0
 
     def shared_bytes(self, d: int) -> int:
-        """What q takes and the pipeline holds of K and V, in two bytes a number; large products read one stage behind."""
+        """What q takes and the pipeline holds of K and V, in two bytes a number; large products read one stage late."""
         held = self.stages if self.rows >= 64 else self.stages - 1
         return 2 * (self.rows * (d + 2 * self.pairs) + held * self.keys * ((2 * self.pairs or d) + d // self.values)) + 4096
 

@@ -109,7 +109,7 @@ def test_on_and_off_are_words(text: str, thinking: str) -> None:
     assert Settings.read(msgspec.to_builtins(settings)) == settings
 
 
-OUR_FILES = {"nano": 4, "gemma4": 4, "31b-two-gpus": 2, "26b": 1, "12b": 1, "e4b": 1}
+OUR_FILES = {"nano": 4, "gemma4": 4, "31b-two-gpus": 2, "31b-fp8": 1, "26b": 1, "12b": 1, "e4b": 1}
 
 
 def test_all_our_files_are_tested() -> None:

@@ -16,6 +16,7 @@ README = (ROOT / "README.md").read_text()
 FITS = {
     "gemma4": ("141GB", "16GiB"),
     "31b-two-gpus": ("80GB", "32GiB"),
+    "31b-fp8": ("141GB", "80GB"),
     "26b": ("80GB", "48GiB"),
     "12b": ("48GB", "24GiB"),
     "e4b": ("24GB", "16GiB"),
@@ -44,6 +45,11 @@ def test_plans_of_the_front_page_run(capsys: pytest.CaptureFixture[str]) -> None
     for line in lines:
         assert main([str(ROOT / word) if word.endswith(".yaml") else word for word in shlex.split(line)]) == 0, line
         capsys.readouterr()
+
+
+def test_the_first_requests_name_the_model_that_make_serves() -> None:
+    served = set(re.findall(r"served_model_name: (\S+)", (ROOT / "deploy/nano.yaml").read_text()))
+    assert set(re.findall(r'"model": "(.*?)"', README)) == served
 
 
 def test_the_front_page_names_targets_of_make() -> None:
