@@ -52,13 +52,14 @@ class Asked(NamedTuple):
 
 
 def prompt(rng: random.Random) -> Asked:
-    """Text and pictures of few sizes and contents, so that many prompts are alike."""
+    """Text and media of few sizes, contents and spans, so that many prompts are alike."""
     asked = Asked(rng.choice(("", "", "", "1")), [], [])
     while len(asked.tokens) < 24:
         asked.tokens.extend(rng.choices((5, 6), (9, 1), k=rng.randint(1, 2)))
         length = rng.choice((0, 1, 3, 6))
         if length:
-            asked.media.append(picture(len(asked.tokens), length, rng.randint(1, 2)))
+            item = picture(len(asked.tokens), length, rng.randint(1, 2))
+            asked.media.append(item if rng.random() < 0.7 else msgspec.structs.replace(item, spans=()))
         asked.tokens.extend([PLACEHOLDER] * length)
     return asked
 
@@ -76,9 +77,16 @@ def wrong_keys(seeds: range) -> int:
 
 
 def test_page_keys_are_equal_where_contents_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two prompts, whatever text and pictures stand where in them, and whose they are. Planted fault: keys of the
-    tokens alone."""
+    """Of two prompts, whatever text and media stand where in them, with what spans, and whose they are. Planted faults: keys that
+    know no spans, and keys of the tokens alone."""
     assert wrong_keys(range(2000)) == 0
+    described = prefix._media_by_page
+
+    def without_spans(media: list[MediaItem], page: int) -> dict[int, bytes]:
+        return described([msgspec.structs.replace(item, spans=()) for item in media], page)
+
+    monkeypatch.setattr(prefix, "_media_by_page", without_spans)
+    assert wrong_keys(range(2000)) > 20
     monkeypatch.setattr(prefix, "_media_by_page", lambda media, page: {})
     assert wrong_keys(range(2000)) > 50
 
@@ -199,8 +207,8 @@ def test_waits_for_an_encoder_are_counted(rows: int, waited_s: float) -> None:
 
 
 def test_sent_media_are_kept_until_their_end() -> None:
-    """Choices of a prompt share the data of its pieces. At the end nothing is left, also where the only request with the media could
-    not be read. Planted fault: the pieces of that one stay."""
+    """Choices of a prompt share the data of its pieces. At the end nothing is left, also where the only request with the media
+    could not be read. Planted fault: the pieces of that one stay."""
     left = []
     for end in (ReceivedMedia.end, lambda self, end: self._items.pop(end.id, None)):
         received = ReceivedMedia()
