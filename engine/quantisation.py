@@ -98,8 +98,9 @@ def _schemes(settings: JsonObject) -> Iterable[tuple[tuple[str, ...], str]]:
 
 def _scheme(numbers: JsonObject) -> str:
     """A kind of numbers in words: `8-bit float channel`, `4-bit int group of 32 asymmetric`, `8-bit float token dynamic`."""
-    words = [f"{numbers.get('num_bits')}-bit", str(numbers.get("type")), str(numbers.get("strategy"))]
-    if numbers.get("group_size") and numbers.get("strategy") in ("group", "tensor_group"):
+    strategy = numbers.get("strategy") or ("group" if numbers.get("group_size") else "tensor")  # the defaults of compressed-tensors
+    words = [f"{numbers.get('num_bits')}-bit", str(numbers.get("type")), strategy]
+    if numbers.get("group_size") and strategy in ("group", "tensor_group"):
         words.append(f"of {numbers['group_size']}")
     if numbers.get("block_structure"):
         words.append("x".join(map(str, numbers["block_structure"])))

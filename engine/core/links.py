@@ -1,12 +1,24 @@
-"""The core's links: rings to the ranks and back, and the front's socket."""
+"""The core's links: rings to the ranks and back, the front's socket, and the media that come through it."""
 
 import select
 import socket
+from collections import defaultdict
+
+from msgspec.structs import replace
 
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.lifeline import BootArgs
 from engine.plan import StepPlan, StepResult, decode_result, encode_plan
-from engine.protocol import FrameReader, TokenBatch, encode_message, frame
+from engine.protocol import (
+    FrameReader,
+    GenerateRequest,
+    MediaEnd,
+    MediaItem,
+    MediaPiece,
+    TokenBatch,
+    encode_message,
+    frame,
+)
 from engine.step_media import write_media
 
 MAX_UNSENT_BYTES = 64 << 20  # unread answers, above which the front counts as hung
@@ -77,3 +89,38 @@ class FrontLink:
             except BlockingIOError:
                 return
             del self._unsent[:sent]
+
+
+class ReceivedMedia:
+    """The data of media items come in pieces, before the requests that have the items. Choices of a prompt share the items.
+
+    MediaPiece ... MediaPiece   GenerateRequest ... GenerateRequest   MediaEnd
+    """
+
+    def __init__(self) -> None:
+        self._pieces = list[bytes]()
+        self._data = defaultdict[int, list[bytes]](list)
+        self._items: dict[int, tuple[MediaItem, ...]] = {}
+
+    def add(self, piece: MediaPiece) -> None:
+        """More of an item's data."""
+        self._pieces.append(piece.data)
+        if piece.is_last:
+            self._data[piece.id].append(b"".join(self._pieces))
+            self._pieces.clear()
+
+    def complete(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with the data of its media."""
+        if not request.sent_media:
+            return request
+        if request.sent_media not in self._items:
+            data = self._data.pop(request.sent_media)
+            self._items[request.sent_media] = tuple(
+                replace(item, data=data) for item, data in zip(request.media, data, strict=True)
+            )
+        return replace(request, media=self._items[request.sent_media])
+
+    def end(self, end: MediaEnd) -> None:
+        """No further request has them. If a request could not be read, perhaps none had."""
+        self._data.pop(end.id, None)
+        self._items.pop(end.id, None)

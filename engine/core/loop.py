@@ -22,9 +22,8 @@ import msgspec
 
 from engine.channel import Waiter
 from engine.config import EngineConfig
-from engine.core.links import FrontLink, RingExecutor
+from engine.core.links import FrontLink, ReceivedMedia, RingExecutor
 from engine.core.masks import Masks
-from engine.core.received_media import ReceivedMedia
 from engine.core.requests import Requests
 from engine.core.scheduler import Scheduler
 from engine.errors import CheckpointError

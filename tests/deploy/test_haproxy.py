@@ -23,6 +23,7 @@ from tests.support.stack.serve_process import free_port, wait
 
 pytestmark = [pytest.mark.pure, pytest.mark.skipif(haproxy_binary() is None, reason="no HAProxy here"), pytest.mark.alone]
 
+
 def test_the_committed_errors_are_those_of_the_edge() -> None:
     """`python -m tests.support.edge.haproxy_errors` would change nothing. Planted: another sentence is another file."""
     committed = {path.name: path.read_bytes() for path in haproxy_errors.FOLDER.iterdir()}
@@ -137,20 +138,20 @@ def test_methods_that_http_lacks_are_one_label(tmp_path: Path, fault: bool) -> N
     form = '"%{+Q,+E}o [serve@1 method=%HM status=%ST]"'
     route = f"option httplog\n    log {log} format rfc5424 local1 debug\n    log-format-sd {form}"
     wrapper = PLAIN if fault else WRAPPER
-    with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard,
-        haproxy(tmp_path, free_port(), wrapper, route=route) as url,
-    ):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
         heard.settimeout(20)
         heard.bind(str(log))
-        methods = list[str]()
-        for method in (b"GET", b"POST", b"AAAA1", b"AAAA2"):
-            answered(url, method + b" /a HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
-            while b" status=404]" not in (line := heard.recv(8192)):  # of whoever looked whether the port is open
-                pass
-            methods.append(json.loads(line.partition(b"method=")[2].partition(b" ")[0]))
+        with haproxy(tmp_path, free_port(), wrapper, route=route) as url:
+            methods = list[str]()
+            for method in (b"GET", b"POST", b"AAAA1", b"AAAA2"):
+                answered(url, method + b" /a HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+                while b" method=" not in (line := heard.recv(8192)):  # it says, too, that it has started
+                    pass
+                methods.append(json.loads(line.partition(b"method=")[2].partition(b" ")[0]))
     log.unlink()
     assert methods == ["GET", "POST", *(["AAAA1", "AAAA2"] if fault else ["OTHER"] * 2)]
+
+
 @pytest.mark.parametrize(("wrapper", "open_to_all"), [(WRAPPER, False), (PLAIN, True)])
 def test_the_api_listens_where_it_was_told_to_and_metrics_on_loopback(tmp_path: Path, wrapper: str, open_to_all: bool) -> None:
     """The API at every address, HAProxy's own metrics at 127.0.0.1 alone. Planted: Serve's configuration as it is opens both."""

@@ -18,7 +18,7 @@ from deploy.nodes import check_host_of_nodes, check_nodes, check_replicas, gpus_
 from deploy.placement import place
 from deploy.ports import HAPROXY_PORTS, PROXY_PORTS, REPLICA_RANGE
 from deploy.settings import Settings, read_config, read_settings
-from engine.config import engine_config
+from engine.config import EngineConfig, engine_config
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import read_geometry
 from engine.rank.load.slices import elements
@@ -205,7 +205,7 @@ def test_a_cache_of_another_dtype_is_refused() -> None:
 def test_a_config_reads_its_models_shapes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it is checked; another config reads its own."""
     config = engine_config(model=str(resolve("dummy:31b")), device="cpu")
-    monkeypatch.setattr("engine.config.read_geometry", lambda folder: pytest.fail(f"{folder} is read again"))
+    monkeypatch.setattr(EngineConfig, "architecture", property(lambda config: pytest.fail(f"{config.model} is read again")))
     assert config.geometry == read_geometry(resolve("dummy:31b"))
     with pytest.raises(pytest.fail.Exception):
         _ = msgspec.structs.replace(config).geometry

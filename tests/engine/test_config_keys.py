@@ -206,7 +206,7 @@ W4A16 = {
 @pytest.mark.parametrize(
     ("file", "written", "name"),
     [
-        ("config.json", {"quantization_config": W4A16}, "compressed-tensors"),
+        ("config.json", {"quantization_config": W4A16}, "compressed-tensors, 4-bit int group of 32 weights"),
         ("config.json", {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "modelopt, NVFP4"),
         ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
         ("config.json", {"quantization_config": {"load_in_4bit": True}}, "an unnamed format"),

@@ -77,7 +77,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     "engine/core/prefix.py": (
         ("any-pages-may-be-a-prefix", "engine/core/test_media.py", "sha256(key + data", "sha256(data"),
-        ("equal-keys-of-other-spans", "engine/core/test_scheduler.py", "item.length, item.spans)", "item.length)"),
+        ("equal-keys-of-other-spans", "engine/core/test_media.py", "item.length, item.spans)", "item.length)"),
         ("superseded-tails-stay", "engine/core/test_prefix.py", "self._tails.move_to_end(above, last=False)", "pass"),
         ("cache-evicts-what-is-used", "engine/core/test_prefix.py", "self._order.move_to_end(ancestor)", "pass"),
     ),

@@ -220,10 +220,8 @@ BAD_CONTENT: list[tuple[Any, str]] = [
 REFUSED = [(named.partition("[")[0], value, named) for named, values in BAD.items() for value in values]
 REFUSED += [("thinking", {"type": "enabled", "budget_tokens": budget}, "max_tokens: must be greater") for budget in (200, 1024)]
 USE = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}
-BAD_CALL = {"role": "assistant", "content": [USE | {"input": [1]}]}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [IMAGE]}
 REFUSED.append(("messages", [user("x"), {"role": "assistant", "content": [USE]}, user([RESULT])], "reads no images"))
-REFUSED.append(("messages", [user("x"), BAD_CALL, user("y")], "the call 'toolu_1': arguments"))
 REFUSED += [("messages", [user(content)], named) for content, named in BAD_CONTENT]
 
 
@@ -236,6 +234,14 @@ def test_a_bad_body_is_refused_in_anthropics_shape(edge: Edge, key: str, value: 
     assert (refusal["type"], refusal["error"]["type"]) == ("error", "invalid_request_error")
     assert named in refusal["error"]["message"]
     assert not edge.core.requests
+
+
+@pytest.mark.parametrize(("arguments", "shown"), [([1], '{arguments:<|"|>[1]<|"|>}'), ({"a": 1}, "{a:1}")])
+def test_arguments_that_are_no_object_are_shown_as_text(edge: Edge, arguments: Any, shown: str) -> None:
+    """As agents keep them; an object's members are the call's."""
+    call = {"role": "assistant", "content": [USE | {"input": arguments}]}
+    assert post(edge, asked(messages=[user("x"), call, user("y")])).status_code == 200
+    assert f"call:f{shown}" in edge.prompt_text()
 
 
 def test_a_thread_is_refused_in_the_words_by_which_a_client_goes_on_without(edge: Edge) -> None:

@@ -17,7 +17,7 @@ from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentResponseGenerator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy import serve_guard
+from deploy import ray_private, serve_guard
 from deploy.edge import recovery
 from deploy.edge.recovery import Recovery
 from tests.support.edge.http_edge import asgi_server
@@ -275,7 +275,7 @@ def test_without_a_controller_serve_says_nothing(error: Exception, monkeypatch: 
     def client() -> NoReturn:
         raise error
 
-    monkeypatch.setattr(serve_guard, "_get_global_client", client)
+    monkeypatch.setattr(ray_private, "_get_global_client", client)
     assert serve_guard.routes() == {}
 
 

@@ -80,7 +80,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "functions": ([{"name": "f"}],),
     "modalities": (["audio"],),
     "chat_template": ("{{ 1 }}",),
-    "chat_template_kwargs": ({"tokenize": True}, {"enable_thinking": "yes"}, {"tools": []}),
+    "chat_template_kwargs": ({"enable_thinking": "yes"},),
 }
 # The same of a text completion.
 BAD_TEXT_VALUES: dict[str, tuple[Any, ...]] = {
@@ -88,7 +88,6 @@ BAD_TEXT_VALUES: dict[str, tuple[Any, ...]] = {
     "max_tokens": (0,),
     "suffix": ("end",),
     "best_of": (4,),
-    "max_completion_tokens": (4,),
     "messages": (MESSAGES,),
     "reasoning_effort": ("low",),
     "tools": ([{"type": "function", "function": {"name": "f"}}],),
@@ -124,6 +123,8 @@ GOOD: list[tuple[str, str]] = [
     (TEXT, json.dumps({"prompt": "x", "model": None})),
     ("/v1/responses", json.dumps({"input": "x"})),
     (CHAT, chat(unknown_key={"a": [1]}, user="u", store=False, metadata={}, service_tier="auto", parallel_tool_calls=True)),
+    (CHAT, chat(chat_template_kwargs={"tokenize": True, "tools": []})),
+    (TEXT, text(max_completion_tokens=4)),
     (CHAT, chat(temperature=0, top_p=1, top_k=0, min_p=0)),
     (CHAT, chat(presence_penalty=0, frequency_penalty=0.0, repetition_penalty=1, logit_bias={}, bad_words=[])),
     (CHAT, chat(presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.3, logit_bias={"5": -100, "1023": 100})),

@@ -237,8 +237,9 @@ def test_decoding_begins_at_the_key_frame_before(stored: Sequence[int]) -> None:
     """Also of a frame that is shown before the key frame that it is stored after: the one before that, not the first of all."""
     packets = [SimpleNamespace(pts=pts, is_keyframe=(pts % 2 == 0 and pts > 0) or number == 0) for number, pts in enumerate(stored)]
     stream = CountedDecoder()
-    chosen = list(stored).index(3)
-    [shown] = videos._decoded(cast("Any", stream), cast("Any", packets), [chosen])
+    chosen = [list(stored).index(3)]
+    begins = videos._begins(cast("Any", packets), chosen)
+    [shown] = videos._decoded(cast("Any", stream), cast("Any", packets), begins, chosen)
     assert shown.pts == 3
     assert stream.decoded[0] == 2
 

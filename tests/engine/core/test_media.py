@@ -10,13 +10,14 @@ import pytest
 
 from engine.core import prefix
 from engine.core.allocator import Allocator, first_page
+from engine.core.links import ReceivedMedia
 from engine.core.pending import PendingTransfers
 from engine.core.prefix import extend_keys, root_key
 from engine.core.sequence import Sequence
 from engine.core.step_budget import StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.protocol import AbortReason, FinishReason, MediaItem, Output
+from engine.protocol import AbortReason, FinishReason, MediaEnd, MediaItem, MediaPiece, Output
 from tests.support.engine.scheduling import SchedulerConfig, one_token_each, request_of, scheduler_of
 from tests.support.engine.worlds import World, check_ends, simulate
 
@@ -51,13 +52,14 @@ class Asked(NamedTuple):
 
 
 def prompt(rng: random.Random) -> Asked:
-    """Text and pictures of few sizes and contents, so that many prompts are alike."""
+    """Text and media of few sizes, contents and spans, so that many prompts are alike."""
     asked = Asked(rng.choice(("", "", "", "1")), [], [])
     while len(asked.tokens) < 24:
         asked.tokens.extend(rng.choices((5, 6), (9, 1), k=rng.randint(1, 2)))
         length = rng.choice((0, 1, 3, 6))
         if length:
-            asked.media.append(picture(len(asked.tokens), length, rng.randint(1, 2)))
+            item = picture(len(asked.tokens), length, rng.randint(1, 2))
+            asked.media.append(item if rng.random() < 0.7 else msgspec.structs.replace(item, spans=()))
         asked.tokens.extend([PLACEHOLDER] * length)
     return asked
 
@@ -75,9 +77,16 @@ def wrong_keys(seeds: range) -> int:
 
 
 def test_page_keys_are_equal_where_contents_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two prompts, whatever text and pictures stand where in them, and whose they are. Planted fault: keys of the
-    tokens alone."""
+    """Of two prompts, whatever text and media stand where in them, with what spans, and whose they are. Planted faults: keys that
+    know no spans, and keys of the tokens alone."""
     assert wrong_keys(range(2000)) == 0
+    described = prefix._media_by_page
+
+    def without_spans(media: list[MediaItem], page: int) -> dict[int, bytes]:
+        return described([msgspec.structs.replace(item, spans=()) for item in media], page)
+
+    monkeypatch.setattr(prefix, "_media_by_page", without_spans)
+    assert wrong_keys(range(2000)) > 20
     monkeypatch.setattr(prefix, "_media_by_page", lambda media, page: {})
     assert wrong_keys(range(2000)) > 50
 
@@ -195,6 +204,26 @@ def test_waits_for_an_encoder_are_counted(rows: int, waited_s: float) -> None:
         scheduler.commit(one_token_each(scheduler, plan)._replace(took_us=50_000))
     assert waiting[-1] == 0
     assert sum(waiting) * 0.05 == pytest.approx(waited_s) == scheduler.load().encoder_wait_s
+
+
+def test_sent_media_are_kept_until_their_end() -> None:
+    """Choices of a prompt share the data of its pieces. At the end nothing is left, also where the only request with the media
+    could not be read. Planted fault: the pieces of that one stay."""
+    left = []
+    for end in (ReceivedMedia.end, lambda self, end: self._items.pop(end.id, None)):
+        received = ReceivedMedia()
+        for number in (1, 2):
+            received.add(MediaPiece(number, b"pix", False))
+            received.add(MediaPiece(number, b"els", True))
+        asked = msgspec.structs.replace(request_of(0, [5] * 9, media=(picture(2, 4, 1),)), sent_media=1)
+        first = received.complete(asked)
+        second = received.complete(asked)
+        assert first.media[0].data == b"pixels"
+        assert first.media is second.media
+        for number in (1, 2):
+            end(received, MediaEnd(number))
+        left.append(len(received._items) + len(received._data))
+    assert left == [0, 1]
 
 
 def test_who_has_left_waits_for_no_encoder() -> None:

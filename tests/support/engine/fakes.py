@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig, engine_config
-from engine.core.received_media import ReceivedMedia
+from engine.core.links import ReceivedMedia
 from engine.errors import EngineDead, InvalidRequest
 from engine.front.stream import Clock, Stream
 from engine.protocol import (
