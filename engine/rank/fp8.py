@@ -1,17 +1,25 @@
 """Matrices in fp8 with a scale for each output channel (`kernels.packed`)."""
 
+import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.rank.weight import Weight
 from kernels.packed import PackedMatrix, fp8_matrix, unpacked
 
 
 class Fp8Weight(Weight):
-    """values e4m3 [..., m, n], scale fp32 [..., m, 1]."""
+    """values e4m3 [..., m, n], scale fp32 [..., m, 1]. ConfigError on a GPU before compute capability 8.9."""
 
     values: Tensor
     scale: Tensor
     packs_rows = True
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(shape, dtype, device)
+        if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+            here = ".".join(map(str, capability))
+            raise ConfigError(f"fp8 weights need a GPU of compute capability 8.9 or later; this one has {here}: set weights: plain")
 
     @property
     def matrix(self) -> PackedMatrix:
