@@ -56,7 +56,7 @@ class EngineSettings(FrozenStruct, kw_only=True):
     kv_dtype: Literal["auto", DType] = "auto"
     """number format of the KV cache; auto: dtype, and no other is implemented yet"""
     weights: WeightsName = "auto"
-    """format of matrices; auto: as config.json says; fp8: a plain folder is converted at load, for GPUs from compute capability 8.9 on"""
+    """format of matrices; auto: as config.json says; fp8: plain folders too, converted at load, from compute capability 8.9 on"""
     max_seqs: Annotated[int, Meta(ge=1, le=MAX_SEQS)] = 16
     """sequences running at once"""
     max_len: Annotated[int, Meta(ge=2)] = 2048
