@@ -1,5 +1,6 @@
 """The rules of this repository: what no tracked text may name, how long a function may be, and what every file starts with."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.drawn_faults import drawn
 from tests.support.mutants import FAULTS
 from tests.support.mutation import planted
 from tests.support.repo_rules import (
@@ -243,3 +245,17 @@ def test_the_faults_that_are_planted_have_their_places() -> None:
         planted(fault, ROOT)
     with pytest.raises(ValueError, match="occurs 0 times"):
         planted(replace(FAULTS[0], old="no such line"), ROOT)
+
+
+def test_drawn_faults_are_other_programs() -> None:
+    """Each of 200 is drawn again by its seed, has an id of its own, and leaves a file that compiles and is another program."""
+    found = drawn(ROOT, 200)
+    assert found == drawn(ROOT, 200)
+    assert found != drawn(ROOT, 200, seed=1)
+    assert len({fault.id for fault in found}) == 200
+    for fault in found:
+        text = planted(fault, ROOT)
+        compile(text, fault.file, "exec")
+        assert ast.dump(ast.parse(text)) != ast.dump(ast.parse((ROOT / fault.file).read_text()))
+    with pytest.raises(ValueError, match="is not where it was"):
+        planted(replace(found[0], begin=0), ROOT)

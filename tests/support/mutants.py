@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """`old` occurs once in `file`, and becomes `new`. `id` says what goes wrong then.
+    """`old` occurs once in `file`, or stands at byte `begin`, and becomes `new`. `id` says what goes wrong then.
 
     tests  files below tests/, nearest first
     """
@@ -15,6 +15,7 @@ class Fault:
     old: str
     new: str
     tests: str
+    begin: int | None = None
 
 
 # file -> (what goes wrong, files below tests/, nearest first, what stands there once, what it becomes)

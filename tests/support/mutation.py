@@ -1,6 +1,7 @@
 """Plants faults, one at a time, and runs the tests that should notice: `python -m tests.support.mutation`.
 
     --only ID ...    some of tests/support/mutants.py
+    --drawn N        so many faults that tests/support/drawn_faults.py draws, instead of the table's
     --workers N      copies of the tree that are worked on side by side
     --limit S        seconds that a fault's tests may take; one that takes longer hangs, and counts as caught
 
@@ -10,6 +11,7 @@ changed, and the table must follow. The working tree is copied, and never change
 """
 
 import argparse
+import itertools
 import os
 import queue
 import re
@@ -25,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.drawn_faults import drawn
 from tests.support.mutants import FAULTS, Fault
 from tests.support.repo_rules import ROOT
 
@@ -32,6 +35,7 @@ PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", 
 CAUGHT, SURVIVED, HUNG = "caught", "survived", "hung"
 _OUTCOMES = {0: SURVIVED, 1: CAUGHT, 2: CAUGHT, None: HUNG}  # of pytest's exit statuses; 2: tests could not be collected
 _FAILED = re.compile(r"^(?:FAILED|ERROR) tests/([^\s[]+)", re.MULTILINE)
+_PLANTED = itertools.count(1)
 _TRIES = 3  # at tests of which one fails once and not again: it holds times, and the machine was busy
 
 
@@ -54,12 +58,13 @@ def main() -> int:
     """Print a line a fault, then how many there are of each kind. The exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.mutation", description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="ID", default=[fault.id for fault in FAULTS])
+    parser.add_argument("--drawn", type=int, metavar="N", default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=240.0)
     given = parser.parse_args()
     if unknown := set(given.only) - {fault.id for fault in FAULTS}:
         parser.error(f"not in the table: {', '.join(sorted(unknown))}")
-    faults = [fault for fault in FAULTS if fault.id in given.only]
+    faults = drawn(ROOT, given.drawn) or [fault for fault in FAULTS if fault.id in given.only]
     for fault in FAULTS:
         try:
             planted(fault, ROOT)
@@ -77,6 +82,11 @@ def main() -> int:
 def planted(fault: Fault, tree: Path) -> str:
     """The text of the fault's file, with the fault. ValueError: its place is not there, or not the only one."""
     text = (tree / fault.file).read_text()
+    if fault.begin is not None:
+        source, end = text.encode(), fault.begin + len(fault.old.encode())
+        if source[fault.begin : end] != fault.old.encode():
+            raise ValueError(f"{fault.id}: {fault.old!r} is not where it was")
+        return (source[: fault.begin] + fault.new.encode() + source[end:]).decode()
     if (count := text.count(fault.old)) != 1:
         raise ValueError(f"{fault.id}: {fault.old!r} occurs {count} times in {fault.file}")
     return text.replace(fault.old, fault.new)
@@ -134,7 +144,7 @@ def tried(fault: Fault, tree: Path, limit_s: float) -> Outcome:
     path = tree / fault.file
     text, times = path.read_text(), path.stat()
     path.write_text(planted(fault, tree))
-    planted_s = times.st_mtime + 2 * (1 + FAULTS.index(fault))  # compiled modules are known by size and whole second
+    planted_s = times.st_mtime + 2 * next(_PLANTED)  # compiled modules are known by size and whole second
     os.utime(path, (planted_s, planted_s))
     try:
         return outcome_of(fault, tree, limit_s)
