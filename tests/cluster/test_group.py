@@ -18,7 +18,6 @@ import msgspec
 import pytest
 
 import cluster.group
-import engine.config
 from cluster.group import Group
 from engine.channel import ring_bytes
 from engine.config import EngineConfig
@@ -92,7 +91,8 @@ def test_the_ring_of_masks_holds_one_for_every_slot(config: EngineConfig, monkey
     """By `max_seqs`, rows' width and the model's vocabulary; those of plans and results have one size."""
     large = msgspec.structs.replace(config, max_seqs=300, mtp=msgspec.structs.replace(config.mtp, model="drafter", drafts=4))
     assert large.widest == 5
-    monkeypatch.setattr(engine.config, "read_geometry", lambda path: replace(read_geometry(path), vocab=262_144))
+    geometry = replace(read_geometry(Path(config.model)), vocab=262_144)
+    monkeypatch.setattr(EngineConfig, "geometry", geometry)
     with cluster.group._shared(large) as shared:
         sizes = [os.fstat(descriptor).st_size for descriptor in (shared["masks"], shared["plan"])]
     assert sizes == [ring_bytes(large.tp, masks_capacity(5 * 300, 262_144)), ring_bytes(large.tp)]

@@ -333,6 +333,22 @@ def test_slow_bodies_shut_nobody_out(stack: Stack) -> None:
         assert time.monotonic() - begun < 20
 
 
+@pytest.mark.parametrize(("protocol", "status"), [("h2c", 200), ("websocket", 426)])
+def test_an_upgrade_is_read_past_or_refused(stack: Stack, protocol: str, status: int) -> None:
+    """Through HAProxy and Serve: h2c with a body is answered over HTTP/1.1, a WebSocket has an error of its API."""
+    headers = {"connection": "Upgrade", "upgrade": protocol}
+    if protocol == "h2c":
+        headers |= {"http2-settings": "AAEAAEAA"}
+        reply = httpx.post(f"{stack.url}/v1/chat/completions", json=SHORT, headers=headers, timeout=60)
+    else:
+        headers |= {"sec-websocket-version": "13", "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ=="}
+        reply = httpx.get(f"{stack.url}/v1/responses", headers=headers, timeout=60)
+    assert reply.status_code == status, reply.text
+    assert reply.http_version == "HTTP/1.1"
+    assert ("choices" in reply.json()) is (status == 200)
+    assert (reply.json().get("error", {}).get("code") == "upgrade_required") is (status == 426)
+
+
 def test_a_client_that_leaves_frees_its_place(stack: Stack) -> None:
     """Through HAProxy and Serve: the engine counts client_gone and holds no page for it."""
     before = figures(stack)
