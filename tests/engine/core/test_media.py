@@ -217,9 +217,13 @@ def test_the_first_gets_the_encoders_next(monkeypatch: pytest.MonkeyPatch) -> No
     for world in map(crowded_world, seeds):
         check_ends(world, simulate(world))
     monkeypatch.setattr(Sequence, "before_item", False)
-    with pytest.raises(AssertionError, match="no end in sight"):
-        for world in map(crowded_world, seeds):
+    endless = 0
+    for world in map(crowded_world, seeds):
+        try:
             simulate(world)
+        except AssertionError as error:
+            endless += "no end in sight" in str(error)
+    assert endless > 0
 
 
 @pytest.mark.parametrize(("rows", "waited_s"), [(8, 0.05), (4, 0.1), (12, 0.0)])
