@@ -351,7 +351,8 @@ def test_what_would_cost_a_core_too_much_is_refused_unbuilt(walker: Walker, monk
         json_answer(schema)
     assert lark_answer('start: "a&b" /c&d/ // &\n')
     monkeypatch.setattr("engine.front.answer_schema._MOST_CHOICES", math.inf)
-    assert walker.vocabulary.complaint(grammar(walker.markers, json_answer(MANY), Thought.none)) is None
+    matcher = walker.vocabulary.matcher(grammar(walker.markers, json_answer(MANY), Thought.none))
+    assert not matcher.inner.get_error()
 
 
 def test_a_vocabulary_that_cannot_write_it_ends_the_request() -> None:
