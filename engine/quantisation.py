@@ -45,7 +45,7 @@ def read_quantisation(folder: Path, setting: str = "auto") -> Quantisation:
     """
     config = read_optional(folder / "config.json")
     settings = _settings(folder, config)
-    fused = not any(_ONE_EXPERT.search(name) for name in tensor_names(folder)) if _has_experts(config) else True
+    fused = not (_has_experts(config) and any(_ONE_EXPERT.search(name) for name in tensor_names(folder)))
     wanted = FORMATS.get(setting, PLAIN)
     if settings is None:
         if wanted is PLAIN and setting in ("auto", "plain"):
@@ -111,8 +111,7 @@ def _scheme(numbers: JsonObject) -> str:
     return " ".join(words)
 
 
-def _names(patterns: Iterable[str], matrix: str) -> bool:
-    return any(
-        re.match(pattern.removeprefix("re:"), matrix) if pattern.startswith("re:") else fnmatchcase(matrix, pattern)
-        for pattern in patterns
-    )
+def _names(patterns: tuple[str, ...], matrix: str) -> bool:
+    regular = [pattern.removeprefix("re:") for pattern in patterns if pattern.startswith("re:")]
+    plain = [pattern for pattern in patterns if not pattern.startswith("re:")]
+    return any(re.match(pattern, matrix) for pattern in regular) or any(fnmatchcase(matrix, pattern) for pattern in plain)

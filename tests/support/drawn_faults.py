@@ -1,5 +1,8 @@
-"""One-line faults made from the syntax tree of files (`python -m tests.support.mutation --drawn 113`): each operator changes one expression
-or statement. A fault's id is its file, function, operator and place among those, so it stays when other functions change."""
+"""One-line faults made from the syntax tree of files, for `python -m tests.support.mutation --drawn 113`.
+
+Each operator changes one expression or statement. A fault's id is its file, function, operator and place among those, so it stays
+when other functions change.
+"""
 
 import ast
 import random
