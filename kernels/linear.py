@@ -73,9 +73,9 @@ def linear(x: Activations, weight: Matrix, epilogue: Epilogue = NONE, out: Tenso
     return _library(x, packed, _out(x, packed, epilogue) if out is None else out)
 
 
-def linear_gated(x: Activations, weight: Matrix, *, packs: bool) -> Activations:
-    """`linear` with GEGLU. packs: of many rows the result comes as `PackedRows`, for a product of packed operands."""
-    if packs and enabled(x) and _tile(x, packed_matrix(weight), gated=True) is None:
+def linear_gated(x: Activations, weight: Matrix) -> Activations:
+    """`linear` with GEGLU for a product of packed operands: of many rows the result comes as `PackedRows`."""
+    if enabled(x) and _tile(x, packed_matrix(weight), gated=True) is None:
         return geglu_rows(linear(x, weight))
     return linear(x, weight, GEGLU)
 

@@ -34,7 +34,7 @@ from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.launch import enabled, plain_torch
 from kernels.linear import FP32, GEGLU, gelu_times, linear
-from kernels.packed import fp8_matrix, pack_rows
+from kernels.packed import PackedRows, fp8_matrix, pack_rows
 from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, tile_tokens
 from kernels.qkv import qkv_post, replace_unturned
@@ -177,17 +177,33 @@ def _products(draw: RandomInputs, rows: int) -> Outputs:
     return linear(x, weight), linear(x, weight, FP32), linear(x, weight, GEGLU), gated
 
 
+def _has_fp8(x: Tensor) -> bool:
+    """GPUs before sm_89 have no fp8."""
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def _unpacked(rows: PackedRows) -> Tensor:
+    return rows.values.float() * rows.scale[:, None]
+
+
 def _fp8_products(draw: RandomInputs, rows: int) -> Outputs:
-    """fp8 operands, and rows that gates and norms pack: of a norm's the scales, as a rounding to bf16 may move a value to the next
-    e4m3. Nothing before sm_89, which has no fp8."""
-    x, n = draw.floats(rows, 264), 264
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
+    x, weight = draw.floats(rows, 264), fp8_matrix(draw.floats(2 * 19, 264, scale=264**-0.5))
+    return (linear(x, weight), _unpacked(pack_rows(x))) if _has_fp8(x) else ()
+
+
+def _packed_gate(draw: RandomInputs) -> Outputs:
+    x = draw.floats(3, 2 * 70)
+    return (_unpacked(geglu_rows(x) if enabled(x) else pack_rows(geglu(x))),) if _has_fp8(x) else ()
+
+
+def _packed_norm(draw: RandomInputs) -> Outputs:
+    """The scales of x: a rounding to bf16 may move a value to the next e4m3."""
+    x, norms = draw.floats(3, 72), Norms(draw.floats(72), draw.floats(72), packs=True)
+    if not _has_fp8(x):
         return ()
-    weight, norms = fp8_matrix(draw.floats(2 * 19, n, scale=n**-0.5)), Norms(draw.floats(n), draw.floats(n), packs=True)
-    _, normed = fused_allreduce_norm(x, draw.floats(rows, n), norms, _EPS)
+    h, normed = fused_allreduce_norm(x, draw.floats(3, 72), norms, _EPS)
     assert normed is not None
-    gated = geglu_rows(x) if enabled(x) else pack_rows(geglu(x))
-    return linear(x, weight), gated.values.float() * gated.scale[:, None], pack_rows(normed).scale
+    return h, pack_rows(normed).scale
 
 
 def _allreduce_norm(draw: RandomInputs) -> Outputs:
@@ -422,7 +438,9 @@ CHECKS = (
     Check("kernels.activation", "the gate", lambda draw: (geglu(draw.floats(3, 2 * 70)),)),
     *(Check("kernels.linear", f"products of {rows} rows", _products, (rows,)) for rows in (1, 2, 5, 64)),
     *(Check("kernels.packed", f"fp8 products of {rows} rows", _fp8_products, (rows,)) for rows in (1, 5, 64, 80)),
+    Check("kernels.activation", "the gate of packed rows", _packed_gate),
     Check("kernels.fused_allreduce_norm", "a fused norm of one rank", _allreduce_norm),
+    Check("kernels.fused_allreduce_norm", "a fused norm that packs rows", _packed_norm),
     Check("kernels.sequence_parallel", "norms of own rows", _own_rows),
     Check(
         "kernels.embed", "the embedding",

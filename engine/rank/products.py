@@ -105,8 +105,9 @@ class OwnRows(Exchange):
             weight.product(piece, out=to)
         return out
 
-    def gated(self, weight: Weight, x: Rows, down: Weight) -> Pieces:  # noqa: ARG002 (its product packs pieces)
-        assert isinstance(x, GatheredRows)
+    def gated(self, weight: Weight, x: Rows, down: Weight) -> Tensor | Pieces:  # noqa: ARG002 (its product packs pieces)
+        if isinstance(x, Activations):
+            return weight.product(x, GEGLU)
         return (weight.product(piece, GEGLU) for piece in x.pieces())
 
     def row_parallel(self, weight: Weight, x: Activations | Pieces) -> Part:

@@ -15,7 +15,7 @@ from kernels.embed import embed
 from kernels.experts import experts
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart
 from kernels.launch import PendingTensor
-from kernels.linear import NONE, Epilogue, linear, linear_gated, linear_parts, linear_send
+from kernels.linear import GEGLU, NONE, Epilogue, linear, linear_gated, linear_parts, linear_send
 from kernels.packed import Activations, Matrix
 
 
@@ -61,7 +61,7 @@ class Weight(nn.Module):
 
     def gated(self, x: Activations, down: "Weight") -> Activations:
         """x [T, n] -> gelu_tanh(x G^T) * x U^T [T, m / 2] for a product with `down`; W = [G; U]."""
-        return linear_gated(x, self.matrix, packs=down.packs_rows)
+        return linear_gated(x, self.matrix) if down.packs_rows else self.product(x, GEGLU)
 
     def parts(self, x: Activations) -> Tensor:
         """x [T, n] -> x W^T [T, m], of few rows perhaps in fp32 parts of the sum [parts, T, m]."""

@@ -24,7 +24,7 @@ from engine.rank.stages.sample_stage import LARGEST_SAMPLERS
 from kernels.axial_rope import head_norm, norm_axial_rope
 from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
 from kernels.decode import decode_splits
-from kernels.filters import filtered_tokens, pack_rows, write_tokens
+from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_norm
 from kernels.launch import launch, trigger, wait
 from kernels.linear import GEGLU, NONE, _run, linear, linear_send
@@ -65,7 +65,8 @@ CONSTANT = {
 }
 PAGE_IDS = {"decode_kernel": "page_ids", "verify_kernel": "page_ids", "_post": "table", "_extend": "table"}
 # Bytes a thread, of sine and of what loops do not touch.
-SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40, "verify_kernel": 24, "_filter": 8, "_many_logits": 16, "_attend": 16}
+SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40, "verify_kernel": 24, "_filter": 8, "_many_logits": 16, "_attend": 16,
+           "_gemv": 16}
 
 
 def recorded(launches: Callable[[], None]) -> Callable[[Target], list[Node]]:
@@ -97,20 +98,20 @@ def linear_nodes(target: Target) -> Iterator[Node]:
             for tile in tiles.values() if load == "plain" or target >= (8, 9) else ():
                 seen.setdefault((tile, shape.gated, load), shape)
     for (tile, gated, load), shape in seen.items():
-        yield from product_nodes(tile, shape, load, target)
+        yield from product_nodes(tile, shape, target, load)
         if tile.rows in {1, 16} and target == HOPPER:
-            yield from product_nodes(tile, GemmShape(1031, 1032, gated), load, target)
+            yield from product_nodes(tile, GemmShape(1031, 1032, gated), target, load)
 
 
-def product_nodes(tile: Tile, shape: GemmShape, load: Load, target: Target) -> list[Node]:
-    """One product of as many rows as the tile takes."""
+def product_nodes(tile: Tile, shape: GemmShape, target: Target, load: Load = "plain") -> list[Node]:
+    """One product of as many rows as the tile takes; of fp8 without what packs its rows."""
     x, rows = meta(tile.rows, shape.n), shape.m * (1 + shape.gated)
     weight = PackedMatrix(meta(rows, shape.n))
     if load == "fp8":
         weight = PackedMatrix(meta(rows, shape.n, dtype=E4M3), meta(rows, dtype=torch.float32), load)
     with record(target) as nodes:
         _run(tile, x, weight, meta(tile.rows, shape.m), GEGLU if shape.gated else NONE)
-    return nodes
+    return nodes[-1:]
 
 
 @recorded
@@ -142,7 +143,7 @@ def sampling_batch(rows: int) -> SamplingBatch:
 def filters_nodes() -> None:
     """Filtered rows of one rank of four, and its share of 30 rows."""
     batch = sampling_batch(30)
-    filtered_tokens(pack_rows(fp32(4, 8, 65536), batch, 1, 262144), batch, ints(30, 2))
+    filtered_tokens(scaled_rows(fp32(4, 8, 65536), batch, 1, 262144), batch, ints(30, 2))
     write_tokens(ints(32), batch, ints(30, 2))
 
 
@@ -277,7 +278,8 @@ def test_weights_are_on_their_way_before_the_wait() -> None:
         names = list(argument_types(kernel.node))
         early = [access for access in accesses(kernel.ptx, names) if access.early]
         loads = [access for access in early if access.reads]
-        vectors = choices["BN"] * choices["BK"] * (1 + choices["GATED"]) // (8 * 32 * choices["warps"])
+        number_bytes = 1 if "fp8" in argument_types(kernel.node)["weight"] else 2
+        vectors = number_bytes * choices["BN"] * choices["BK"] * (1 + choices["GATED"]) // (16 * 32 * choices["warps"])
         if kernel.node.kernel == "_gemv":
             tiles = min(choices["EARLY"], -(-choices["K"] // choices["BK"]))
             assert len(loads) >= tiles * vectors > 0, (choices, len(loads))

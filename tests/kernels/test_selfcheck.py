@@ -189,7 +189,9 @@ def launched(check: Check) -> list[str]:
 
 def spoil(tensors: list[Tensor], before: list[Tensor], by: int) -> Iterator[None]:
     """One number, of those that a launch wrote to each tensor, becomes another; integers `by` so much."""
-    for tensor, old in zip(tensors, before, strict=True):
+    for given, was in zip(tensors, before, strict=True):
+        fp8 = given.dtype == torch.float8_e4m3fn  # a number's next one, by its bits
+        tensor, old = (given.view(torch.uint8), was.view(torch.uint8)) if fp8 else (given, was)
         written = ((tensor != old) & ~tensor.isnan()).nonzero()
         if len(written):
             place = tuple(written[len(written) // 2].tolist())

@@ -26,7 +26,10 @@ CAN_MAKE = os.geteuid() == 0 and all(map(shutil.which, ("ip", "unshare", "nsente
 REASON = "machines in namespaces need root, ip, unshare and nsenter"
 CLIENT = "10.77.0.254"  # the address of the switch, where the tests' clients are
 INIT = """
-mount --bind "$0/tmp" /tmp && mount -t tmpfs -o size=512m tmpfs /dev/shm || exit 1
+case "$2" in  # a checkout below /tmp stays where it is
+    /tmp/*) mkdir -p "$0/tmp/${2#/tmp/}" && mount --bind "$2" "$0/tmp/${2#/tmp/}" || exit 1 ;;
+esac
+mount --rbind "$0/tmp" /tmp && mount -t tmpfs -o size=512m tmpfs /dev/shm || exit 1
 exec "$1" -c '
 import os, time
 os.close(os.open("/tmp/up", os.O_CREAT))
@@ -61,7 +64,7 @@ class Machine:
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
         (self.folder / "tmp" / "up").unlink(missing_ok=True)
         space = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        self._unshare = subprocess.Popen([*space, "/bin/sh", "-c", INIT, str(self.folder), sys.executable])
+        self._unshare = subprocess.Popen([*space, "/bin/sh", "-c", INIT, str(self.folder), sys.executable, str(ROOT)])
         wait((self.folder / "tmp" / "up").exists, 10)
         children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children").read_text().split()
         self.init = int(children[0])
