@@ -61,7 +61,9 @@ class Weight(nn.Module):
 
     def gated(self, x: Activations, down: "Weight") -> Activations:
         """x [T, n] -> gelu_tanh(x G^T) * x U^T [T, m / 2] for a product with `down`; W = [G; U]."""
-        return linear_gated(x, self.matrix) if down.packs_rows else self.product(x, GEGLU)
+        if down.packs_rows:
+            return linear_gated(x, self.matrix)
+        return self.product(x, GEGLU)
 
     def parts(self, x: Activations) -> Tensor:
         """x [T, n] -> x W^T [T, m], of few rows perhaps in fp32 parts of the sum [parts, T, m]."""
