@@ -46,6 +46,15 @@ class Mtp(FrozenStruct, kw_only=True, forbid_unknown_fields=True):
     how many guesses are right; 0: none"""
 
 
+class KvEvents(FrozenStruct, kw_only=True, forbid_unknown_fields=True):
+    """Tells routers over ZeroMQ, in vLLM's messages, which prefixes the KV cache holds. Subscribers read token ids of prompts."""
+
+    endpoint: str | None = None
+    """where a replica publishes: tcp://*:5557; replicas of one node each need a port; none: nowhere"""
+    topic: str = ""
+    """first frame of each message: kv@<pod address>:<API port>@<model> for llm-d"""
+
+
 class EngineSettings(FrozenStruct, kw_only=True):
     """What a user may set, with the help that users read under each; times are in seconds."""
 
@@ -75,6 +84,7 @@ class EngineSettings(FrozenStruct, kw_only=True):
     """pages of each KV group, null page included; none: sized by need"""
     prefix_cache: bool = True
     """keep the KV pages of prompts and answers for requests that begin alike"""
+    kv_events: KvEvents = KvEvents()
     policy: Literal["fair", "arrival"] = "fair"
     """who is served when: fair, or arrival (strictly in order)"""
     tpot_target_ms: Duration | None = None

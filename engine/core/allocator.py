@@ -11,21 +11,27 @@ from itertools import repeat
 import numpy as np
 
 from engine.core.pages import Hit, PagePool, PageRun
-from engine.core.prefix import PrefixCache, equal_keys, extend_keys
+from engine.core.prefix import PrefixCache, equal_keys, extend_keys, root_key
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
+from engine.kv_events import CacheEvents
 from engine.plan import StepPlan
+
+_UNSALTED = root_key("")
 
 
 class Allocator:
-    """`pages` counts each group's pages with its null page; `caches`: prefixes are kept for others."""
+    """`pages` counts each group's pages with its null page; `caches`: prefixes are kept for others; `events`: of what is kept."""
 
-    def __init__(self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], *, caches: bool) -> None:
+    def __init__(
+        self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], *, caches: bool, events: CacheEvents | None = None
+    ) -> None:
         self.pools = [PagePool(group, count) for group, count in zip(groups, pages, strict=True)]
         self.page = groups[0].page
         self._full = self.pools[-1]
         self._caches = caches
-        self.cache = PrefixCache(self._full, self.pools[0])
+        self._events = events
+        self.cache = PrefixCache(self._full, self.pools[0], events)
 
     def holds_span(self, length: int) -> bool:
         """Whether empty pools have the pages of a chunk of `length` tokens, wherever it begins, with its window (`first_page`)."""
@@ -159,7 +165,13 @@ class Allocator:
         """Cache its first `count` pages. The tail is still held, because pages are released from the edge of `committed`'s page."""
         *sliding, full = sequence.pages.runs
         tail = [page for run in sliding for page in run.between(first_page(run.pool.group, count * self.page), count)]
-        self.cache.insert(self._keys(sequence, count), full.between(0, count), tail, supersedes=supersedes)
+        keys = self._keys(sequence, count)
+        known, new_tail = self.cache.insert(keys, full.between(0, count), tail, supersedes=supersedes)
+        if self._events is not None:
+            described = sequence.tokens, sequence.media.items, sequence.pages.root != _UNSALTED
+            self._events.stored(self._full.group, keys, known, *described)
+            if new_tail:
+                self._events.stored(self.pools[0].group, keys, count - len(tail), *described)
 
     def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
         if len(sequence.pages.keys) < count:

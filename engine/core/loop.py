@@ -27,6 +27,7 @@ from engine.core.masks import Masks
 from engine.core.requests import Requests
 from engine.core.scheduler import Scheduler
 from engine.errors import CheckpointError
+from engine.kv_events import KvPublisher
 from engine.lifeline import Allocate, Configure, Lifeline, RanksReady, Ready, StepTimes, run
 from engine.matcher import Vocabulary
 from engine.plan import DEPTH, StepPlan
@@ -77,6 +78,7 @@ class Core:
         lifeline: Lifeline,
         waiter: Waiter,
         vocabulary: Vocabulary | None,
+        publisher: KvPublisher | None = None,
     ) -> None:
         self._scheduler, self._requests = scheduler, scheduler.requests
         self._masks = Masks(scheduler.requests, vocabulary, scheduler.config.widest)
@@ -88,6 +90,7 @@ class Core:
         self._unread: deque[bytes] = deque()
         self._stopping = False
         self._report = False
+        self._publisher = publisher
         self._media = ReceivedMedia()
         self._log = StepLog(scheduler.load, time.monotonic())
         self._idle = True  # nothing to do until the front sends something
@@ -188,6 +191,8 @@ class Core:
         if outputs or started or self._report:
             self._report = False
             self._link.send(TokenBatch(outputs=outputs, started=started, load=self._scheduler.load()))
+        if self._publisher is not None:
+            self._publisher.publish()
 
 
 class StepLog:
@@ -248,10 +253,13 @@ def serve(lifeline: Lifeline) -> None:
     link = FrontLink(socket.socket(fileno=args.front))
     vocabulary = read_vocabulary(config)  # while the ranks load their weights
     scheduler = make_scheduler(config, lifeline.receive(Allocate).pages, lifeline.receive(RanksReady).step_times)
+    publisher = None
+    if scheduler.cache_events is not None:
+        publisher = KvPublisher(scheduler.cache_events, config.kv_events.endpoint or "", config.kv_events.topic)
     collect_rarely()
     lifeline.send(Ready())
     try:
-        Core(scheduler, executor, link, lifeline, Waiter(args.spin, idle_s=200e-6), vocabulary).run()
+        Core(scheduler, executor, link, lifeline, Waiter(args.spin, idle_s=200e-6), vocabulary, publisher).run()
     except ConnectionError:
         return
 

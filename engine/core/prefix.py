@@ -29,6 +29,7 @@ from typing import cast
 import msgspec
 
 from engine.core.pages import Hit, PagePool
+from engine.kv_events import CacheEvents
 from engine.protocol import MediaItem
 
 SPARED = 0.5
@@ -85,6 +86,15 @@ class Segment(msgspec.Struct, eq=False):
             yield segment
             segment = segment.parent
 
+    @property
+    def tail_keys(self) -> list[bytes]:
+        """The keys of its tail's pages."""
+        keys: list[bytes] = []
+        path, count = self.path(), len(self.tail or ())
+        while len(keys) < count:
+            keys[:0] = next(path).keys
+        return keys[len(keys) - count :]
+
 
 def equal_keys(keys: list[bytes], others: list[bytes], offset: int = 0) -> int:
     """How many leading `keys` equal `others` from `offset` on; by bisection, since equal keys mean equal prefixes."""
@@ -97,10 +107,12 @@ class PrefixCache:
 
     version         grows with each tail that comes or goes: so changes what can be found
     evicted_pages   evicted since boot
+    events          learns what is removed; None: nobody listens
     """
 
-    def __init__(self, full: PagePool, sliding: PagePool) -> None:
+    def __init__(self, full: PagePool, sliding: PagePool, events: CacheEvents | None = None) -> None:
         self.evicted_pages = 0
+        self._events = events
         self._full = full
         self._sliding = sliding
         self.version = 0
@@ -147,13 +159,16 @@ class PrefixCache:
 
     # -- insert
 
-    def insert(self, keys: list[bytes], full: list[int], tail: list[int], *, supersedes: bool = False) -> None:
+    def insert(self, keys: list[bytes], full: list[int], tail: list[int], *, supersedes: bool = False) -> tuple[int, bool]:
         """Cache the prefix of all `keys`: a full page each, and the sliding pages before its end. What is cached already stays.
 
+        Returns how many full pages were cached already, and whether the tail was not.
         `supersedes`: a conversation has grown to here; tails on its path that no other branch uses are evicted first from now on.
         """
+        _, known = self._walk(keys)
         segment = self._grow(keys, full)
-        if segment.tail is None:
+        new_tail = segment.tail is None
+        if new_tail:
             segment.tail = array("i", tail)
             self._tails[segment] = None
             self.version += 1
@@ -161,6 +176,7 @@ class PrefixCache:
         self._touch(segment)
         if supersedes:
             self._supersede(segment)
+        return known, new_tail
 
     def _grow(self, keys: list[bytes], full: list[int]) -> Segment:
         """The segment that ends where `keys` do; what is missing is added."""
@@ -250,11 +266,15 @@ class PrefixCache:
         if segment.tail is not None:
             self._drop_tail(segment)
         self.evicted_pages += self._full.drop(segment.pages)
+        if self._events is not None:
+            self._events.removed(self._full.group, segment.keys)
         del segment.parent.children[segment.keys[0]]
         del self._order[segment]
 
     def _drop_tail(self, segment: Segment) -> None:
         assert segment.tail is not None
+        if self._events is not None and segment.tail:
+            self._events.removed(self._sliding.group, segment.tail_keys)
         self.version += 1
         self.evicted_pages += self._sliding.drop(segment.tail)
         segment.tail = None

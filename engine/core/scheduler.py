@@ -26,6 +26,7 @@ from engine.core.results import ChunkRow, InFlightStep, Results
 from engine.core.sequence import Sequence
 from engine.core.step_budget import POLICIES, DecodeRows, Prompt, StepBudget
 from engine.geometry import KVGroup
+from engine.kv_events import CacheEvents
 from engine.lifeline import StepTimes
 from engine.media_geometry import MediaGeometries
 from engine.memory import ENCODER_ROWS, longest_sequence
@@ -52,6 +53,7 @@ class Scheduler:
     pages         of each group, its null page included
     times         what steps take: `config.tpot_target_ms` needs it, and a choice of drafts
     encoders      as of `Requests`
+    cache_events  of the prefix cache, if a setting asks for them
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.encoder_rows = ENCODER_ROWS  # positions of media items that a step encodes at most; one item may have more
-        self.allocator = Allocator(groups, pages, caches=config.prefix_cache)
+        self.cache_events = CacheEvents() if config.kv_events.endpoint else None
+        self.allocator = Allocator(groups, pages, caches=config.prefix_cache, events=self.cache_events)
         self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest_sequence(groups, pages), encoders)
         self._pending = self.requests.pending
         self._draft_policy = DraftPolicy(config.drafts, buckets(config.max_seqs), times.drafts if times else ())

@@ -2,22 +2,27 @@
 
 import asyncio
 import re
+import socket
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
 from cluster import group as group_module
 from cluster.group import Group
-from engine.config import EngineConfig, engine_config
+from engine.config import EngineConfig, KvEvents, engine_config
+from engine.core.prefix import extend_keys, root_key
 from engine.errors import EngineDead
 from engine.lifeline import RanksReady
 from engine.protocol import AbortReason, SamplingParams
 from tests.support.engine.drive import hashes, still
 from tests.support.engine.faulty_rank import faulty
 from tests.support.engine.groups import Held, end_of, read, running
+from tests.support.engine.kv_index import KvIndex
 from tests.support.engine.outputs import outputs
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone, pytest.mark.usefixtures("forked_groups")]
@@ -43,6 +48,38 @@ def _nothing_left() -> Iterator[None]:
     before = Held.now()
     yield
     assert Held.now() == before
+
+
+def test_a_router_learns_the_pages_of_a_prompt(config: EngineConfig) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    config = msgspec.structs.replace(config, kv_events=KvEvents(endpoint=endpoint, topic="kv@nano"))
+
+    async def main(group: Group, reader: zmq.Socket[bytes]) -> None:
+        index = KvIndex()
+        async with running(group) as run, asyncio.timeout(60):
+            reader.connect(endpoint)
+            first = 0
+            while not index.stored:  # what the core tells before the subscription reaches it is lost
+                first += 1
+                await read(run.client.generate([first, *PROMPT], GREEDY))
+                while reader.poll(100):
+                    index.apply(reader.recv_multipart()[2])
+            pages = (1 + len(PROMPT)) // config.page
+            keys: list[bytes] = []
+            extend_keys(keys, root_key(""), array("i", [first, *PROMPT]), config.page, pages)
+            full, sliding = index.held[1], index.held[0]
+            assert full.issuperset(keys)
+            assert keys[-1] in sliding
+            assert keys[0] not in sliding  # the window has left it
+            run.watcher.close()
+            run.client.stop()
+            assert await asyncio.to_thread(group.close)
+
+    with zmq.Context() as context, context.socket(zmq.SUB) as reader:
+        reader.setsockopt(zmq.LINGER, 0)
+        reader.subscribe("kv@")
+        asyncio.run(main(Group.boot(config), reader))
 
 
 def test_the_nano_group_serves_aborts_and_closes(config: EngineConfig) -> None:

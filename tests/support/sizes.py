@@ -29,10 +29,10 @@ ROOMS = (
 # Tokens of each room: what is there and 1 % of slack. Who comes below lowers the bound; who needs more says what the new
 # feature replaced. The goal of the product for the same features: 215 000 tokens, of them 90 000 of the engine.
 BOUNDS = {
-    "engine/core": 21_626,
+    "engine/core": 22_010,
     "engine/rank": 47_521,
     "engine/front": 24_357,
-    "engine": 20_155,
+    "engine": 21_079,
     "kernels": 62_221,
     "cluster": 5_278,
     "deploy/edge": 49_988,

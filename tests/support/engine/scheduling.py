@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from engine.config import EngineConfig, Mtp
+from engine.config import EngineConfig, KvEvents, Mtp
 from engine.core.scheduler import Scheduler
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
@@ -37,6 +37,7 @@ class SchedulerConfig:
     prefill_budget: int
     drafts: int = 0
     prefix_cache: bool = False
+    kv_events: str | None = None
     policy: Any = "fair"
     step_times: StepTimes | None = None
     tpot_target_ms: float | None = None
@@ -59,6 +60,7 @@ def scheduler_of(config: SchedulerConfig) -> Scheduler:
         prefill_budget=config.prefill_budget,
         mtp=Mtp(model="" if config.drafts else None, drafts=config.drafts),
         prefix_cache=config.prefix_cache,
+        kv_events=KvEvents(endpoint=config.kv_events),
         policy=config.policy,
         tpot_target_ms=config.tpot_target_ms,
     )

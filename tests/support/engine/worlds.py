@@ -25,6 +25,7 @@ from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar,
 from engine.step_shapes import buckets
 from tests.support.engine.drafting_world import AnyDrafts
 from tests.support.engine.draws import chance, mixed
+from tests.support.engine.kv_index import KvIndex
 from tests.support.engine.kvmachine import contents, identity, logprob_of
 from tests.support.engine.plans import decode_rows, decode_slots
 from tests.support.engine.scheduling import SchedulerConfig, scheduler_of
@@ -63,6 +64,7 @@ class World:
         two_windows = 2 * self.groups[0].worst_pages(max_len)
         pages = (two_windows + rng.choice((0, 1, 8)) + 1, -(-max_len // page) * rng.randint(1, 2) + rng.randint(-2, 3) + 1)
         self.config = SchedulerConfig(self.groups, pages, rng.randint(1, 6), max_len, rng.choice((3, 8, 32)), drafts, caches)
+        self.config = replace(self.config, kv_events="collected")
         self.config = replace(self.config, policy=rng.choice(("fair", "fair", "arrival")))
         if rng.random() < 0.3:
             self.config = replace(self.config, step_times=TIMES, tpot_target_ms=rng.choice((1.0, 8.0, 30.0)))
@@ -232,12 +234,15 @@ class Run:
     machine: WorldRanks
     steps: int
     started: list[int]
+    index: KvIndex
 
 
 def simulate(world: World) -> Run:
     """Drive scheduler, masks and machine some steps apart, as the core does, checking pages and progress at every step."""
     config = world.config
     scheduler = scheduler_of(config)
+    index = KvIndex()
+    assert scheduler.cache_events is not None
     scheduler._draft_policy = scheduler._results._draft_policy = world.drafting()
     machine = WorldRanks(config.groups, config.pages, config.max_seqs, config.max_len, world.token)
     machine.media, machine.slow = world.media, lambda step: chance(0.6, world.seed, step, 13)
@@ -253,6 +258,8 @@ def simulate(world: World) -> Run:
         if come(world, host, waiting) or not resting:
             planned = plan_all(world, host, passed)
             check_pages(scheduler)
+            if index.follow(scheduler.cache_events):
+                index.check(scheduler)
             check_windows(scheduler)
             check_hits(scheduler)
             assert planned or not scheduler.stuck, "requests wait, but nothing can run"
@@ -270,7 +277,7 @@ def simulate(world: World) -> Run:
         steps += 1
         assert steps < _MAX_STEPS, "no end in sight"
     host.close()
-    return Run(outputs, scheduler, machine, steps, started)
+    return Run(outputs, scheduler, machine, steps, started, index)
 
 
 def come(world: World, host: Host, waiting: list[GenerateRequest]) -> bool:
