@@ -26,10 +26,11 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.activation import gelu
+from kernels.four_bits import group_tile
 from kernels.launch import PendingTensor, cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
 from kernels.linear import GEGLU, linear
 from kernels.numerics import add_product, cast
-from kernels.packed import Matrix, PackedMatrix, operands, packed_matrix, scaled_tile
+from kernels.packed import Load, Matrix, PackedMatrix, operands, packed_matrix, scaled_tile
 from kernels.tiles import Tile, fit
 
 _GROUP_BLOCK = 4096
@@ -47,9 +48,8 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: M
             total.index_add_(0, tokens, part.float() * weights[tokens, ranks, None])
         return torch.cat([dense(), total.to(x.dtype)], -1)
     check_contiguous(x, weights, chosen, *pair.tensors, *last.tensors)
-    (rows, n), (count, _, m), top_k = x.shape, last.values.shape, chosen.shape[1]
-    number_bytes = last.values.element_size()
-    up_tile, down_tile = choose(rows * top_k, count, shared_memory(x) * 2 // number_bytes)
+    (rows, n), m, (count, *_), top_k = x.shape, last.columns, last.values.shape, chosen.shape[1]
+    up_tile, down_tile = choose(rows * top_k, count, shared_memory(x), last.load)
     tiles, order, position = (chosen[0], None, None) if rows == 1 else _sorted(chosen, count, up_tile.rows)
     inner, parts, out = x.new_empty(rows * top_k, m), x.new_empty(rows * top_k, n), x.new_empty(rows, 2 * n)
     _launch_grouped(up_tile, x, pair, order, tiles, inner, top_k)
@@ -75,10 +75,10 @@ TABLE = (
 
 
 @cache
-def choose(assignments: int, count: int, shared: int) -> tuple[Tile, Tile]:
-    """Those of the gated product and of down, of equal rows; `shared`: what a block may have of shared memory, in bytes of bf16."""
+def choose(assignments: int, count: int, shared: int, load: Load = "plain") -> tuple[Tile, Tile]:
+    """Those of the gated product and of down, of equal rows; `shared`: bytes of shared memory that a block may have."""
     up, down = next(tiles for mean, *tiles in TABLE if assignments <= mean * count)
-    return fit(up, True, shared), fit(down, False, shared)
+    return fit(up, True, shared, load), fit(down, False, shared, load)
 
 
 def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,9 +106,9 @@ def _launch_grouped(
     m = out.shape[1]
     values, x_scale = operands(x, weight)
     launch(
-        _grouped, (cdiv(m, tile.bn), len(tiles)), values, x_scale, weight.values, weight.scale, order, tiles, out,
-        M=m, K=x.shape[1], TOP=top_k, GATED=weight.rows > m, SINGLE=tiles.ndim == 1, SWAP=tile.swap, BM=tile.rows, BN=tile.bn,
-        BK=tile.bk, warps=tile.warps, stages=tile.stages,
+        _grouped, (cdiv(m, tile.bn), len(tiles)), values, x_scale, weight.values, weight.scale, weight.zero, order, tiles,
+        out, M=m, K=x.shape[1], TOP=top_k, GROUP=weight.group, GATED=weight.rows > m, SINGLE=tiles.ndim == 1, SWAP=tile.swap,
+        BM=tile.rows, BN=tile.bn, BK=tile.bk, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
 
@@ -164,9 +164,9 @@ def _group(
 
 @triton.jit
 def _grouped(
-    x, x_scale, weight, scale, order, tiles, out,
-    M: constexpr, K: constexpr, TOP: constexpr, GATED: constexpr, SINGLE: constexpr, SWAP: constexpr, BM: constexpr, BN: constexpr,
-    BK: constexpr, PDL: constexpr,
+    x, x_scale, weight, scale, zero, order, tiles, out,
+    M: constexpr, K: constexpr, TOP: constexpr, GROUP: constexpr, GATED: constexpr, SINGLE: constexpr, SWAP: constexpr,
+    BM: constexpr, BN: constexpr, BK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of a row tile."""
     column = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -188,16 +188,25 @@ def _grouped(
         source = tl.load(order + row, row < end, 0) // TOP
     rows = x + source.to(tl.int64)[:, None] * K + lane
     ALL: constexpr = M * (2 if GATED else 1)
-    base = weight + (expert * ALL + tl.minimum(column, M - 1))[:, None] * K + lane
+    at_row = (expert * ALL + tl.minimum(column, M - 1))[:, None]
+    base = weight + at_row * K + lane
     total = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
     up = total
     for k in range(0, K, BK):
         inside = (k + lane < K) | (K % BK == 0)  # a mask that holds everywhere is compiled away
         values = tl.load(rows + k, live & inside, 0.0)
-        total = add_product(values, tl.load(base + k, inside, 0.0), total, SWAP)
+        if GROUP > 0:
+            weights = group_tile(weight, scale, zero, at_row, k, K, GROUP, BK)
+        else:
+            weights = tl.load(base + k, inside, 0.0)
+        total = add_product(values, weights, total, SWAP)
         if GATED:
-            up = add_product(values, tl.load(base + M * K + k, inside, 0.0), up, SWAP)
-    if scale is not None:
+            if GROUP > 0:
+                weights = group_tile(weight, scale, zero, at_row + M, k, K, GROUP, BK)
+            else:
+                weights = tl.load(base + M * K + k, inside, 0.0)
+            up = add_product(values, weights, up, SWAP)
+    if x_scale is not None:
         scale += expert * ALL
         source = tl.where(row < end, source, 0)  # rows past the tile's end have no scale
         total = scaled_tile(total, x_scale, scale, source, column, ALL, SWAP)

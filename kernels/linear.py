@@ -4,8 +4,9 @@
     linear(x; W, GEGLU)          = cast( gelu_tanh(x G^T) * x U^T )        W = [G; U]
     linear(x; W, gelu_times(u))  = cast( gelu_tanh(x W^T) * u )
 
-x [T, n], W [m, n], contiguous. W is plain, or packed (`kernels.packed`): then both operands of a product are fp8, and the sum is
-multiplied by the scales of its row of x and its row of W. A decode step reads every weight once. The kernels for few rows exist to
+x [T, n], W [m, n], contiguous. W is plain, or packed (`kernels.packed`): both operands of a product are fp8, and the sum is
+multiplied by the scales of its row of x and its row of W; or x is plain, and weights of four bits are made numbers in registers. A
+decode step reads every weight once. The kernels for few rows exist to
 keep memory busy: they load weights, which are constant, before they wait for the kernels before them (kernels.launch), and x after.
 One row or two: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 64, and more with few outputs: `tl.dot` on
 tiles in shared memory (`_gemm`), rows padded. More rows, and dtypes other than bf16: the library. All sums are fp32. A row's result
@@ -21,6 +22,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.activation import geglu, geglu_rows, gelu
+from kernels.four_bits import group_sums, group_tile, offsets
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import add_product, cast, prefetch
@@ -34,6 +36,7 @@ from kernels.packed import (
     scaled,
     scaled_product,
     scaled_tile,
+    unpacked,
 )
 from kernels.tiles import GemmShape, Tile, choose
 
@@ -108,20 +111,21 @@ def _out(x: Activations, weight: PackedMatrix, epilogue: Epilogue) -> Tensor:
 
 
 def _library(x: Activations, weight: PackedMatrix, out: Tensor) -> Tensor:
-    if weight.scale is not None:
+    if weight.load == "fp8":
         return scaled_product(pack_rows(x), weight, out)
     assert isinstance(x, Tensor)
+    values = weight.values if weight.load == "plain" else unpacked(weight)
     if x.is_cuda and out.dtype != x.dtype:
-        return torch.mm(x, weight.values.t(), out_dtype=out.dtype, out=out)
-    return torch.mm(x.to(out.dtype), weight.values.to(out.dtype).t(), out=out)
+        return torch.mm(x, values.t(), out_dtype=out.dtype, out=out)
+    return torch.mm(x.to(out.dtype), values.to(out.dtype).t(), out=out)
 
 
 def _tile(x: Activations, weight: PackedMatrix, *, gated: bool = False, parts: bool = False) -> Tile | None:
     """The product's tile (`choose`); None: the library computes it. AssertionError unless shapes, dtypes and contiguity are as the
     kernels take them for granted."""
     rows, n = x.shape
-    assert n == weight.values.shape[1], (x.shape, weight.values.shape)
-    assert weight.load != "plain" or x.dtype == weight.values.dtype, (x.dtype, weight.values.dtype)
+    assert n == weight.columns, (x.shape, weight.values.shape)
+    assert weight.dtype in (None, x.dtype), (x.dtype, weight.dtype)
     check_contiguous(x if isinstance(x, Tensor) else x.values, *weight.tensors)
     if rows == 0 or not enabled(x) or not (x.dtype == torch.bfloat16 or INTERPRET):
         return None
@@ -142,10 +146,10 @@ def _run(
         inboxes = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": peers.nothing}
     blocks, columns = cdiv(len(x), tile.rows), cdiv(m, tile.bn)
     values, x_scale = operands(x, weight)
-    args = values, x_scale, weight.values, weight.scale, up, out, pointers, rank, buffer
+    args = values, x_scale, weight.values, weight.scale, weight.zero, up, out, pointers, rank, buffer
     constexprs = {
         "M": m, "K": k, "ROWS": tile.rows, "BN": tile.bn, "BK": tile.bk, "warps": tile.warps, "stages": tile.stages,
-        "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes,
+        "GROUP": weight.group, "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes,
     }  # fmt: skip
     if tile.kind == "gemv":
         launch(_gemv, (columns, blocks), *args, EARLY=tile.early, **constexprs)
@@ -185,25 +189,37 @@ def _add_products(sums, tile, values, LANE: constexpr):
     return sums + tl.sum(products, 2)
 
 
+@triton.jit
+def _of_groups(scale, zero, row, TURN: constexpr, K: constexpr, BK: constexpr, GROUP: constexpr):
+    """Scale and `offsets` of each word of a turn's tile of rows `row` [BN, 1]: [BN, BK / 8] each."""
+    GROUPS: constexpr = K // GROUP
+    group = (TURN * (BK // 8) + tl.arange(0, BK // 8)[None, :]) // (GROUP // 8)
+    inside = (group < GROUPS) | ((TURN + 1) * BK <= K)
+    factor = tl.load(scale + row * GROUPS + group, inside, 0.0).to(tl.float32)
+    return factor, offsets(zero, row, group, inside, GROUPS)
+
+
 @triton.jit(do_not_specialize=["rank", "buffer"])
 def _gemv(
-    x, x_scale, weight, scale, up, out, pointers, rank, buffer,
-    M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
-    SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
+    x, x_scale, weight, scale, zero, up, out, pointers, rank, buffer,
+    M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GROUP: constexpr,
+    GATED: constexpr, UP: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of ROWS of the rows. A thread adds up products of neighbouring columns, 16 bytes of them, at once; the sum over
     threads comes last. The loop over K is unrolled, so that EARLY weight tiles are always on their way."""
     trigger(PDL)
     TILES: constexpr = (K + BK - 1) // BK
-    LANE: constexpr = 8 if scale is None else 16
+    LANE: constexpr = 16 if x_scale is not None else 8
+    WORD: constexpr = 8 if GROUP > 0 else 1  # columns in an element of the weight
     MATRICES: constexpr = 2 if GATED else 1
     column = tl.program_id(0) * BN + tl.arange(0, BN)
-    base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
+    at_row = tl.minimum(column, M - 1).to(tl.int64)[:, None]
+    base = weight + at_row * (K // WORD)
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
     tiles: tl.tuple = ()
     for i in tl.static_range(min(EARLY, TILES)):
         for matrix in tl.static_range(MATRICES):
-            tiles += (_load(base + matrix * M * K, i, K, BK, "evict_first"),)
+            tiles += (_load(base + matrix * M * (K // WORD), i, K // WORD, BK // WORD, "evict_first"),)
     wait(PDL)
     first = tl.program_id(1) * ROWS
     x += first * K
@@ -213,12 +229,20 @@ def _gemv(
     for i in tl.static_range(TILES):
         if i + EARLY < TILES:
             for matrix in tl.static_range(MATRICES):
-                tiles += (_load(base + matrix * M * K, i + EARLY, K, BK, "evict_first"),)
+                tiles += (_load(base + matrix * M * (K // WORD), i + EARLY, K // WORD, BK // WORD, "evict_first"),)
+        scales: tl.tuple = ()
+        if GROUP > 0:
+            for matrix in tl.static_range(MATRICES):
+                scales += (_of_groups(scale, zero, at_row + matrix * M, i, K, BK, GROUP),)
         added: tl.tuple = ()
         for row in tl.static_range(ROWS):
             values = _load(x + tl.full([1, 1], row * K, tl.int32), i, K, BK, "").to(tl.float32)
             for matrix in tl.static_range(MATRICES):
-                added += (_add_products(sums[row * MATRICES + matrix], tiles[i * MATRICES + matrix], values, LANE),)
+                total, tile = sums[row * MATRICES + matrix], tiles[i * MATRICES + matrix]
+                if GROUP > 0:
+                    added += (total + group_sums(tile, scales[matrix][0], scales[matrix][1], values),)
+                else:
+                    added += (_add_products(total, tile, values, LANE),)
         sums = added
     live = column < M
     for row in tl.static_range(ROWS):
@@ -233,24 +257,26 @@ def _gemv(
 
 @triton.jit(do_not_specialize=["T", "rank", "buffer"])
 def _gemm(
-    x, x_scale, weight, scale, up, out, pointers, rank, buffer, T,
+    x, x_scale, weight, scale, zero, up, out, pointers, rank, buffer, T,
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, SWAP: constexpr, SPLITS: constexpr,
-    BLOCKS: constexpr, GATED: constexpr, UP: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr,
-    PDL: constexpr,
+    BLOCKS: constexpr, GROUP: constexpr, GATED: constexpr, UP: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr,
+    WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of up to ROWS rows, with BLOCKS of one block of them; rows after T are zero: were they to repeat one, all CTAs
     would wait for its cache lines. Of SPLITS parts of the inner dimension a CTA has one. It has no trigger: the next kernel's CTAs
     would take the place of its own."""
     column = tl.program_id(0) * BN + tl.arange(0, BN)
-    base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
+    at_row = tl.minimum(column, M - 1).to(tl.int64)[:, None]
+    WORD: constexpr = 8 if GROUP > 0 else 1  # columns in an element of the weight
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
     PART: constexpr = K // SPLITS
     first = tl.program_id(1) * PART if SPLITS > 1 else 0
-    base += first
-    lines = tl.minimum(64 * tl.arange(0, (BK + 63) // 64), PART - 1)[None, :]  # of 128 bytes, in the first columns
+    base = weight + at_row * (K // WORD) + first // WORD
+    LINE: constexpr = 32 if GROUP > 0 else 64  # elements in 128 bytes of a word's or bf16's size
+    lines = tl.minimum(LINE * tl.arange(0, (BK // WORD + LINE - 1) // LINE), PART // WORD - 1)[None, :]  # in the first columns
     prefetch(base + lines)
     if GATED:
-        prefetch(base + M * K + lines)
+        prefetch(base + M * (K // WORD) + lines)
     wait(PDL)
     row = tl.arange(0, ROWS)
     if BLOCKS:
@@ -264,12 +290,18 @@ def _gemm(
     for k in range(0, PART, BK):
         inside = (k + offset < K) | (PART % BK == 0)  # a mask that holds everywhere is compiled away
         values = tl.load(xs + k + offset, live & inside, 0.0)
-        tile = tl.load(base + k + offset, inside, 0.0, eviction_policy="evict_first")
+        if GROUP > 0:
+            tile = group_tile(weight, scale, zero, at_row, first + k, K, GROUP, BK)
+        else:
+            tile = tl.load(base + k + offset, inside, 0.0, eviction_policy="evict_first")
         total = add_product(values, tile, total, SWAP)
         if GATED:
-            tile = tl.load(base + M * K + k + offset, inside, 0.0, eviction_policy="evict_first")
+            if GROUP > 0:
+                tile = group_tile(weight, scale, zero, at_row + M, first + k, K, GROUP, BK)
+            else:
+                tile = tl.load(base + M * K + k + offset, inside, 0.0, eviction_policy="evict_first")
             second = add_product(values, tile, second, SWAP)
-    if scale is not None:
+    if x_scale is not None:
         rows = tl.minimum(row, T - 1)
         if BLOCKS:
             rows += block

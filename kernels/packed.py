@@ -2,8 +2,10 @@
 
     fp8     W = values * scale      values e4m3 [m, n], scale fp32 [m]: one for each output channel
             x = values * scale      values e4m3 [T, n], scale fp32 [T]: the row's largest magnitude / 448
+    int4    W = (q - z) * scale     `kernels.four_bits`; x is not packed
 
-A product of both sums e4m3 x e4m3 in fp32 and multiplies the sum by both scales.
+A product of fp8 operands sums e4m3 x e4m3 in fp32 and multiplies the sum by both scales. One with int4 weights is that of the
+values, rounded to x's dtype.
 """
 
 from dataclasses import dataclass
@@ -15,22 +17,28 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from kernels.four_bits import unpacked_groups
 from kernels.launch import check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.numerics import cast
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 _LEAST_SCALE = 1e-12  # of a row of zeros
-Load = Literal["plain", "fp8"]
+Load = Literal["plain", "fp8", "int4"]
 
 
 class PackedMatrix(NamedTuple):
-    """W [m, n], or that of each expert [experts, m, n], as kernels load it. values [..., m, n]; scale fp32 [..., m], None where
-    `load` is plain."""
+    """W [m, n], or that of each expert [experts, m, n], as kernels load it.
+
+    plain   values [..., m, n]
+    fp8     values [..., m, n], scale fp32 [..., m]
+    int4    values int32 [..., m, n / 8], scale [..., m, groups] of x's dtype, zero int32 [..., m / 8, groups] or None
+    """
 
     values: Tensor
     scale: Tensor | None = None
     load: Load = "plain"
+    zero: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -38,14 +46,34 @@ class PackedMatrix(NamedTuple):
         return self.values.shape[-2]
 
     @property
+    def columns(self) -> int:
+        """n."""
+        return self.values.shape[-1] * (8 if self.load == "int4" else 1)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What x must have; None: any."""
+        kept = {"plain": self.values, "int4": self.scale}.get(self.load)
+        return kept.dtype if kept is not None else None
+
+    @property
+    def group(self) -> int:
+        """Neighbouring columns that share a scale; 0: all, or there is none."""
+        if self.load != "int4":
+            return 0
+        assert self.scale is not None
+        return self.columns // self.scale.shape[-1]
+
+    @property
     def tensors(self) -> list[Tensor]:
         """What it holds."""
-        return [self.values] if self.scale is None else [self.values, self.scale]
+        return [tensor for tensor in (self.values, self.scale, self.zero) if tensor is not None]
 
     def of_expert(self, expert: int) -> "PackedMatrix":
         """One expert's matrix [m, n]."""
         scale = None if self.scale is None else self.scale[expert]
-        return PackedMatrix(self.values[expert], scale, self.load)
+        zero = None if self.zero is None else self.zero[expert]
+        return PackedMatrix(self.values[expert], scale, self.load, zero)
 
 
 Matrix = Tensor | PackedMatrix
@@ -103,7 +131,10 @@ def fp8_matrix(matrix: Tensor) -> PackedMatrix:
 
 
 def unpacked(matrix: PackedMatrix) -> Tensor:
-    """The matrix's values, fp32."""
+    """The matrix's values: fp32, those of int4 in its scale's dtype."""
+    if matrix.load == "int4":
+        assert matrix.scale is not None
+        return unpacked_groups(matrix.values, matrix.scale, matrix.zero)
     values = matrix.values.float()
     return values if matrix.scale is None else values * matrix.scale[..., None]
 
@@ -122,9 +153,9 @@ def pack_rows(x: Activations) -> PackedRows:
 
 
 def operands(x: Activations, weight: PackedMatrix) -> tuple[Tensor, Tensor | None]:
-    """x as a kernel reads it for a product with `weight`: values, and scale for a packed weight."""
-    if weight.scale is None:
-        assert isinstance(x, Tensor), "only products of packed weights read packed rows"
+    """x as a kernel reads it for a product with `weight`: values, and scale for an fp8 weight."""
+    if weight.load != "fp8":
+        assert isinstance(x, Tensor), "only products of fp8 weights read packed rows"
         return x, None
     rows = pack_rows(x)
     return rows.values, rows.scale
@@ -148,8 +179,8 @@ def scaled_product(x: PackedRows, weight: PackedMatrix, out: Tensor) -> Tensor:
 
 @triton.jit
 def scaled(total, x_scale, scale, row, column, M: constexpr):
-    """Sums of a product of fp8 operands times the scales of their rows of x and of W [M, n]; sums of plain operands unchanged."""
-    if scale is not None:
+    """Sums of a product of fp8 operands times the scales of their rows of x and of W [M, n]; other sums unchanged."""
+    if x_scale is not None:
         total *= tl.load(x_scale + row) * tl.load(scale + tl.minimum(column, M - 1))
     return total
 

@@ -44,10 +44,15 @@ class Tile:
     swap: bool = False
     splits: int = 1
 
-    def shared_bytes(self, gated: bool) -> int:
-        """What gemm's pipeline holds of x and weight, in two bytes a number; 0 for gemv, which needs only its sums' few bytes."""
+    def shared_bytes(self, gated: bool, load: Load = "plain") -> int:
+        """What gemm's pipeline holds of x and weight, and of a tile of weights made numbers; 0 for gemv, which needs only its sums'
+        few bytes."""
+        if self.kind == "gemv":
+            return 0
         width = self.bn * (2 if gated else 1)
-        return self.stages * (self.rows + width) * self.bk * 2 if self.kind == "gemm" else 0
+        of_x, of_weight = _BYTES[load]
+        turn = self.rows * self.bk * of_x + int(width * self.bk * of_weight)
+        return self.stages * turn + (2 * self.bn * self.bk if load == "int4" else 0)
 
 
 class GemmShape(NamedTuple):
@@ -65,9 +70,9 @@ class GemmShape(NamedTuple):
 
 
 def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] = (1024, 128)) -> dict[int, Tile]:
-    """By the most rows that they take: outputs and early tiles of the gemv, outputs and stages of gemms of 16, 32 and 64 rows.
-    bk: columns a turn, of the gemv and of the gemms."""
-    by_rows = zip((16, 32, 64), gemms, strict=True)
+    """By the most rows that they take: outputs and early tiles of the gemv, outputs and stages of gemms of 16, 32, 64 rows, and
+    perhaps 128. bk: columns a turn, of the gemv and of the gemms."""
+    by_rows = zip((16, 32, 64, 128), gemms, strict=False)
     return {1: Tile("gemv", 1, gemv[0], bk[0], gemv[1])} | {
         rows: Tile("gemm", rows, bn, bk[1], stages=stages, swap=bn <= 64 and rows < 64) for rows, (bn, stages) in by_rows
     }
@@ -88,8 +93,13 @@ _FP8_TABLE: _Table = {
     GemmShape(5376, 21504): _tiles((4, 4), (64, 6), (64, 6), (64, 6), bk=(2048, 256)),
     GemmShape(21504, 5376, gated=True): _tiles((2, 3), (64, 4), (64, 4), (64, 4), bk=(2048, 256)),
 }
-TABLES: dict[Load, _Table] = {"plain": TABLE, "fp8": _FP8_TABLE}
-_BYTES: dict[Load, int] = {"plain": 2, "fp8": 1}  # of a number in shared memory
+_INT4_TABLE: _Table = {
+    GemmShape(5376, 8192): _tiles((4, 2), (64, 4), (64, 4), (64, 4), (64, 3), bk=(2048, 256)),
+    GemmShape(21504, 5376, gated=True): _tiles((2, 2), (64, 4), (64, 4), (64, 3), (64, 3), bk=(2048, 256)),
+}
+TABLES: dict[Load, _Table] = {"plain": TABLE, "fp8": _FP8_TABLE, "int4": _INT4_TABLE}
+# of a number of x and of a weight, with its group's scale and zero point, in shared memory
+_BYTES: dict[Load, tuple[int, float]] = {"plain": (2, 2), "fp8": (1, 1), "int4": (2, 0.625)}
 
 
 @cache
@@ -105,17 +115,16 @@ def choose(
     """
     table = TABLES[load]
     tiles = table[_nearest(shape, load)]
-    shared = shared * 2 // _BYTES[load]
-    if rows > MOST_ROWS:
+    if rows > max(tiles):
         few = shape.m <= _FEW_OUTPUTS and cdiv(rows, 16) * cdiv(shape.m, tiles[16].bn) <= _PROCESSORS
-        return fit(tiles[16], shape.gated, shared) if few else None
+        return fit(tiles[16], shape.gated, shared, load) if few else None
     if rows <= _GEMV_ROWS:
         return replace(tiles[1], rows=rows)
     if rows * shape.m <= _FEW:
         return tiles[1]
     tile = tiles[min(most for most in tiles if rows <= most)]
     second_wave = cdiv(shape.m, tile.bn) - _PROCESSORS
-    tile = fit(tile, shape.gated, shared // 2 if 0 < second_wave <= _PROCESSORS // 2 else shared)
+    tile = fit(tile, shape.gated, shared // 2 if 0 < second_wave <= _PROCESSORS // 2 else shared, load)
     if parts:
         finer = 2
         while finer * cdiv(shape.m, tile.bn) <= _PROCESSORS and shape.n % (finer * tile.bk * _LEAST_TURNS) == 0:
@@ -126,10 +135,10 @@ def choose(
     return tile
 
 
-def fit(tile: Tile, gated: bool, shared: int) -> Tile:
+def fit(tile: Tile, gated: bool, shared: int, load: Load = "plain") -> Tile:
     """`tile` with fewer stages, three at least, then half as many columns, until its pipeline fits in `shared` bytes, of which
-    reductions have 1 KiB. For numbers of one byte a caller gives twice the bytes."""
-    while tile.shared_bytes(gated) > shared - 1024:
+    reductions have 1 KiB."""
+    while tile.shared_bytes(gated, load) > shared - 1024:
         fewer = replace(tile, stages=tile.stages - 1)
         tile = fewer if tile.stages > 3 else replace(tile, bk=tile.bk // 2, stages=4)
     return tile

@@ -10,7 +10,7 @@ so that a GPU that lowers its clock does so for all; of eight turns the fastest 
     --try experts_down:256,64,4,warps=8+o_full:64,128,8,rows=16     rows a CTA, by default all
     --try down:gemv,4,2048,3         of one and two rows: 4 outputs a CTA, 2048 columns a turn, 3 turns asked for early
 
-    --weights fp8                    matrices in fp8, and rows of x packed by each product
+    --weights fp8 | int4             matrices in fp8, and rows of x packed by each product; in int4, groups of 32
 
 Tokens choose experts at random. Norms read no other rank's part: what --tp cuts is cut, and its sums take no time. --dry: small,
 under Triton's interpreter.
@@ -34,7 +34,7 @@ from kernels import experts, linear
 from kernels.experts import choose as experts_in_force
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.launch import INTERPRET, beside
-from kernels.packed import Load, Matrix, fp8_matrix, packed_matrix
+from kernels.packed import Load, Matrix, PackedMatrix, fp8_matrix, packed_matrix
 from kernels.route import route, router_logits, router_parts
 from kernels.tiles import GemmShape, Tile, choose
 from tests.bench.timing import precompile_all
@@ -46,6 +46,16 @@ TURNS, REPLAYS, EPS = 8, 4, 1e-6
 PARTS = ("o_sliding", "o_full", "down")  # may be left in parts for the fused norm, where there is one rank
 EXPERTS = ("experts_up", "experts_down")
 Tiles = dict[GemmShape | str, Tile | None]
+
+
+def random_int4(like: Tensor) -> PackedMatrix:
+    """Random words of a matrix's shape, in groups of 32, with products of its size."""
+    *experts, m, n = like.shape
+    words = torch.randint(-(1 << 31), (1 << 31) - 1, (*experts, m, n // 8), dtype=torch.int32, device=like.device)
+    return PackedMatrix(words, like.new_full((*experts, m, n // 32), n**-0.5 / 4.6), "int4")
+
+
+PACKERS: dict[Load, Callable[[Tensor], Matrix]] = {"plain": packed_matrix, "fp8": fp8_matrix, "int4": random_int4}
 
 
 class MoeLayer:
@@ -69,11 +79,11 @@ class MoeLayer:
 class Chain:
     """A model's first layers with random weights, one rank's share of `tp`, on `device`."""
 
-    def __init__(self, model: ModelShape, tp: int, layers: int, device: torch.device, *, fp8: bool = False) -> None:
+    def __init__(self, model: ModelShape, tp: int, layers: int, device: torch.device, load: Load = "plain") -> None:
         self.tp, self.device = tp, device
         draw = partial(torch.empty if device.type == "meta" else torch.randn, device=device, dtype=torch.bfloat16)
         shapes = [shape for layer in range(layers) for shape in layer_products(model, layer, tp)]
-        pack: Callable[[Tensor], Matrix] = fp8_matrix if fp8 else packed_matrix
+        pack = PACKERS[load]
         self.products = [(name, shape, pack(draw(shape.m * (1 + shape.gated), shape.n) * shape.n**-0.5)) for name, shape in shapes]
         self.norms = Norms(torch.ones_like(draw(model.hidden)), torch.ones_like(draw(model.hidden)))
         self.inputs: Callable[[int, int], Tensor] = draw
@@ -118,8 +128,8 @@ def tiles_of(tried: Tiles) -> Iterator[None]:
             return replace(tile, rows=rows)
         return tile and replace(tile, rows=tile.rows or max(16, 1 << (rows - 1).bit_length()), splits=tile.splits if parts else 1)
 
-    def of_experts(assignments: int, count: int, shared: int) -> tuple[Tile, ...]:
-        pair = zip(EXPERTS, experts_in_force(assignments, count, shared), strict=True)
+    def of_experts(assignments: int, count: int, shared: int, load: Load) -> tuple[Tile, ...]:
+        pair = zip(EXPERTS, experts_in_force(assignments, count, shared, load), strict=True)
         return tuple(replace(tried.get(name) or tile, rows=tile.rows) for name, tile in pair)
 
     with mock.patch.object(linear, "choose", chosen), mock.patch.object(experts, "choose", of_experts):
@@ -191,7 +201,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--layers", type=int, default=12, help="the model's first (default: %(default)s)")
     parser.add_argument("--try", dest="tried", action="append", default=[], metavar="PRODUCT:FORM")
-    parser.add_argument("--weights", choices=["plain", "fp8"], default="plain")
+    parser.add_argument("--weights", choices=list(PACKERS), default="plain")
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     model = PUBLIC[args.model]
@@ -202,7 +212,7 @@ def main() -> None:
         small = {"hidden": 96, "mlp": 64 * args.tp, "heads": args.tp, "kv_heads": args.tp, "moe_mlp": 32 * args.tp}
         model = replace(model, groups=1, sliding=1, kv_shared=0, ple=0, experts=min(model.experts, 8), **small)
     layers = min(args.layers, model.layers)
-    made = partial(Chain, model, args.tp, layers, fp8=args.weights == "fp8")
+    made = partial(Chain, model, args.tp, layers, load=args.weights)
     listed = made(torch.device("meta"))
     tried = {"in force": {}} | {text: parse(text, listed) for text in args.tried}
     if not args.dry:
