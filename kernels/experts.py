@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.activation import gelu
-from kernels.four_bits import group_tile
+from kernels.four_bits import load_words, pair_tile, run_columns
 from kernels.launch import PendingTensor, cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
 from kernels.linear import GEGLU, linear
 from kernels.numerics import add_product, cast
@@ -186,26 +186,29 @@ def _grouped(
         source = row // TOP
     else:
         source = tl.load(order + row, row < end, 0) // TOP
-    rows = x + source.to(tl.int64)[:, None] * K + lane
+    source_rows = x + source.to(tl.int64)[:, None] * K
     ALL: constexpr = M * (2 if GATED else 1)
     at_row = (expert * ALL + tl.minimum(column, M - 1))[:, None]
     base = weight + at_row * K + lane
     total = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
     up = total
     for k in range(0, K, BK):
-        inside = (k + lane < K) | (K % BK == 0)  # a mask that holds everywhere is compiled away
-        values = tl.load(rows + k, live & inside, 0.0)
         if GROUP > 0:
-            weights = group_tile(weight, scale, zero, at_row, k, K, GROUP, BK)
+            words, factor, shift = load_words(weight, scale, zero, at_row, k, K, GROUP, BK)
+            if GATED:
+                others = load_words(weight, scale, zero, at_row + M, k, K, GROUP, BK)
+            for i in tl.static_range(4):
+                column_of_x = k + run_columns(BK // 8) + 8 * i
+                values = tl.load(source_rows + column_of_x, live & ((column_of_x < K) | (K % BK == 0)), 0.0)
+                total = add_product(values, pair_tile(words, factor, shift, i, x.dtype.element_ty), total, SWAP)
+                if GATED:
+                    up = add_product(values, pair_tile(others[0], others[1], others[2], i, x.dtype.element_ty), up, SWAP)
         else:
-            weights = tl.load(base + k, inside, 0.0)
-        total = add_product(values, weights, total, SWAP)
-        if GATED:
-            if GROUP > 0:
-                weights = group_tile(weight, scale, zero, at_row + M, k, K, GROUP, BK)
-            else:
-                weights = tl.load(base + M * K + k, inside, 0.0)
-            up = add_product(values, weights, up, SWAP)
+            inside = (k + lane < K) | (K % BK == 0)  # a mask that holds everywhere is compiled away
+            values = tl.load(source_rows + k + lane, live & inside, 0.0)
+            total = add_product(values, tl.load(base + k, inside, 0.0), total, SWAP)
+            if GATED:
+                up = add_product(values, tl.load(base + M * K + k, inside, 0.0), up, SWAP)
     if x_scale is not None:
         scale += expert * ALL
         source = tl.where(row < end, source, 0)  # rows past the tile's end have no scale

@@ -2,9 +2,10 @@
 
     int4    W[row, column] = (q - z) * s    q 0 to 15; s and z, 0 to 15, of a row's group of columns; z is 8 without zero points
 
-Eight neighbouring columns are a word of 32 bits. Column c of a word lies in its bits 4 p to 4 p + 3, p the place of c in `ORDER`:
-then one mask takes columns 2 i and 2 i + 1 out as the low bits of the two halves of a register, and together with 0x4300 each is
-the bf16 number 128 + q. Zero points are words too, of eight neighbouring rows each, in plain order.
+A run of 32 columns is four words of 32 bits. Word j (0 to 3) has of the columns 8 i to 8 i + 7, for each i from 0 to 3, the pair
+8 i + 2 j and 8 i + 2 j + 1: in its bits 4 i to 4 i + 3, and 16 above. So one mask takes pair i out as the two halves of a register,
+where together with 0x4300 each is the bf16 number 128 + q; and pairs i of a thread's words are neighbours in the operand of an MMA,
+which needs no exchange between threads. Zero points are words of eight neighbouring rows each, in plain order.
 """
 
 import torch
@@ -16,20 +17,23 @@ from triton.language import constexpr
 from kernels.launch import INTERPRET, cdiv, launch, trigger, wait
 from kernels.numerics import cast
 
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+RUN = constexpr(32)  # columns of four words
 MIDDLE = constexpr(8)  # the zero point of symmetric weights
 
 
 def interleaved(words: Tensor) -> Tensor:
-    """int32 words of columns in plain order, the first in the lowest bits, as kernels read them."""
-    parts = [(words >> 4 * column & 15) << 4 * place for place, column in enumerate(ORDER)]
-    return torch.stack(parts).sum(0, dtype=torch.int64).to(torch.int32)
+    """int32 words [..., n / 8] of eight neighbouring columns each, the first in the lowest bits -> as kernels read them."""
+    plain = (words[..., None] >> torch.arange(0, 32, 4, device=words.device, dtype=torch.int32) & 15).flatten(-2)
+    pairs = plain.unflatten(-1, (-1, 4, 4, 2)).transpose(-3, -2)  # of each word: i, half
+    places = torch.tensor([[4 * i, 4 * i + 16] for i in range(4)], device=words.device)
+    return (pairs.long() << places).sum((-2, -1)).to(torch.int32).flatten(-2)
 
 
 def columns_of(words: Tensor) -> Tensor:
     """int32 words [..., n / 8] as kernels read them -> 0 to 15 [..., n]."""
-    places = torch.tensor([4 * ORDER.index(column) for column in range(8)], device=words.device, dtype=torch.int32)
-    return (words[..., None] >> places & 15).flatten(-2)
+    places = torch.tensor([[4 * i, 4 * i + 16] for i in range(4)], device=words.device, dtype=torch.int32)
+    pairs = words.unflatten(-1, (-1, 4))[..., None, None] >> places & 15
+    return pairs.transpose(-3, -2).flatten(-4)
 
 
 def rows_of(words: Tensor) -> Tensor:
@@ -56,29 +60,34 @@ def _unpack_on_gpu(words: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 @triton.jit
-def pair(words, PLACE: constexpr):
-    """int32 words -> columns 2 PLACE and 2 PLACE + 1 of each, as the bits of two bf16 numbers 128 + q."""
+def run_columns(WORDS: constexpr):
+    """[1, 2 WORDS]: the columns of pair 0 of each of so many words; those of pair i are 8 i further on."""
+    place = tl.arange(0, 2 * WORDS)[None, :]
+    return place // 8 * RUN + place % 8
+
+
+@triton.jit
+def _pair(words, PLACE: constexpr):
+    """Pair PLACE of each word, as the bits of two bf16 numbers 128 + q."""
     return ((words >> 4 * PLACE) & 0x000F000F) | 0x43004300
 
 
 @triton.jit
-def low(bits):
+def _low(bits):
     """The number in the low half of a pair of bf16 numbers, fp32."""
     return (bits << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def high(bits):
+def _high(bits):
     """The number in the high half of a pair of bf16 numbers, fp32."""
     return (bits & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def in_order(p0, p1, p2, p3, p4, p5, p6, p7):
-    """Tiles [rows, words] of the columns 0 to 7 of each word -> [rows, 8 words]."""
-    even = tl.join(tl.join(p0, p4), tl.join(p2, p6))
-    odd = tl.join(tl.join(p1, p5), tl.join(p3, p7))
-    return tl.reshape(tl.join(even, odd), [p0.shape[0], 8 * p0.shape[1]])
+def _bf16(bits):
+    """The low 16 bits as a bf16 number."""
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -93,7 +102,7 @@ def offsets(zero, row, group, inside, GROUPS: constexpr):
 
 
 @triton.jit
-def spread(x, TIMES: constexpr):
+def _spread(x, TIMES: constexpr):
     """[n, g] -> [n, g TIMES], each column so many times."""
     wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], TIMES])
     return tl.reshape(wide, [x.shape[0], x.shape[1] * TIMES])
@@ -121,51 +130,46 @@ def _twice(x):
 
 
 @triton.jit
-def _bf16(bits):
-    """The low 16 bits as a bf16 number."""
-    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def group_tile(weight, scale, zero, row, k, K: constexpr, GROUP: constexpr, BK: constexpr):
-    """Columns [k, k + BK) of rows `row` [n, 1] (int64) of W [m, K] -> [n, BK] in scale's dtype; zeros after K."""
+def load_words(weight, scale, zero, row, k, K: constexpr, GROUP: constexpr, BK: constexpr):
+    """Of columns [k, k + BK) of rows `row` [n, 1] (int64) of W [m, K]: words [n, BK / 8], each one's scale and `offsets`; as pairs
+    of bf16 where scales are bf16, else fp32. Zeros after K."""
     GROUPS: constexpr = K // GROUP
     word = k // 8 + tl.arange(0, BK // 8)[None, :]
     group = k // GROUP + tl.arange(0, BK // GROUP)[None, :]
     inside = (group < GROUPS) | (K % BK == 0)  # a mask that holds everywhere is compiled away
     words = tl.load(weight + row * (K // 8) + word, (word < K // 8) | (K % BK == 0), 0, eviction_policy="evict_first")
     factor = tl.load(scale + row * GROUPS + group, inside, 0.0)
-    offset = offsets(zero, row, group, inside, GROUPS)
-    if INTERPRET or scale.dtype.element_ty != tl.bfloat16:
-        factor, offset = spread(factor.to(tl.float32), GROUP // 8), spread(offset, GROUP // 8)
-        tile = in_order(
-            (low(pair(words, 0)) - offset) * factor, (high(pair(words, 0)) - offset) * factor,
-            (low(pair(words, 1)) - offset) * factor, (high(pair(words, 1)) - offset) * factor,
-            (low(pair(words, 2)) - offset) * factor, (high(pair(words, 2)) - offset) * factor,
-            (low(pair(words, 3)) - offset) * factor, (high(pair(words, 3)) - offset) * factor,
-        )  # fmt: skip
-        tile = cast(tile, scale.dtype.element_ty)
+    PAIRS: constexpr = scale.dtype.element_ty == tl.bfloat16 and not INTERPRET
+    factor = _twice(factor) if PAIRS else factor.to(tl.float32)
+    if zero is None:
+        offset = tl.full(words.shape, -1023884536 if PAIRS else 136, tl.int32 if PAIRS else tl.float32)  # -136 twice
     else:
-        factor = spread(_twice(factor), GROUP // 8)
-        offset = spread(_twice((-offset).to(tl.bfloat16)), GROUP // 8)
-        p0, p1 = _scaled_pair(pair(words, 0), offset, factor), _scaled_pair(pair(words, 1), offset, factor)
-        p2, p3 = _scaled_pair(pair(words, 2), offset, factor), _scaled_pair(pair(words, 3), offset, factor)
-        tile = in_order(
-            _bf16(p0), _bf16(p0 >> 16), _bf16(p1), _bf16(p1 >> 16), _bf16(p2), _bf16(p2 >> 16), _bf16(p3), _bf16(p3 >> 16)
-        )
-    return tile
+        offset = offsets(zero, row, group, inside, GROUPS)
+        if PAIRS:
+            offset = _twice((-offset).to(tl.bfloat16))
+        offset = _spread(offset, GROUP // 8)
+    return words, _spread(factor, GROUP // 8), offset
 
 
 @triton.jit
-def group_sums(words, factor, offset, values):
-    """Words [n, w] of weights, scale and `offsets` of each [n, w], and a row's values [1, 8 w], fp32 -> sums of their products over
-    each word [n, w]."""
-    tile = in_order(
-        low(pair(words, 0)), high(pair(words, 0)), low(pair(words, 1)), high(pair(words, 1)),
-        low(pair(words, 2)), high(pair(words, 2)), low(pair(words, 3)), high(pair(words, 3)),
-    )  # fmt: skip
-    sums = tl.sum(tl.reshape(tile * values, [words.shape[0], words.shape[1], 8]), 2)
-    return (sums - offset * tl.sum(tl.reshape(values, [1, words.shape[1], 8]), 2)) * factor
+def pair_tile(words, factor, offset, PLACE: constexpr, DTYPE: constexpr):
+    """Pair PLACE of what `load_words` gave: [n, w] -> values [n, 2 w] of DTYPE, in the order of `run_columns`."""
+    bits = _pair(words, PLACE)
+    if factor.dtype == tl.float32:
+        tile = cast(tl.join((_low(bits) - offset) * factor, (_high(bits) - offset) * factor), DTYPE)
+    else:
+        bits = _scaled_pair(bits, offset, factor)
+        tile = tl.join(_bf16(bits), _bf16(bits >> 16))
+    return tl.reshape(tile, [words.shape[0], 2 * words.shape[1]])
+
+
+@triton.jit
+def pair_sums(words, values, PLACE: constexpr):
+    """Pair PLACE of words [n, w] and a row's values of its columns [1, 2 w], fp32 -> the sums of (128 + q) x [n, w] and of x
+    [1, w]."""
+    bits = _pair(words, PLACE)
+    first, second = tl.split(tl.reshape(values, [1, words.shape[1], 2]))
+    return _low(bits) * first + _high(bits) * second, first + second
 
 
 @triton.jit
@@ -175,7 +179,9 @@ def _unpack(
     trigger(PDL)
     row = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
     k = tl.program_id(1) * BK
-    tile = group_tile(words, scale, zero, tl.minimum(row, M - 1), k, K, GROUP, BK)
-    column = k + tl.arange(0, BK)[None, :]
+    held, factor, offset = load_words(words, scale, zero, tl.minimum(row, M - 1), k, K, GROUP, BK)
     wait(PDL)  # whoever read this memory before has ended
-    tl.store(out + row * K + column, tile, (row < M) & (column < K))
+    for i in tl.static_range(4):
+        column = k + run_columns(BK // 8) + 8 * i
+        tile = pair_tile(held, factor, offset, i, out.dtype.element_ty)
+        tl.store(out + row * K + column, tile, (row < M) & (column < K))

@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.activation import geglu, geglu_rows, gelu
-from kernels.four_bits import group_sums, group_tile, offsets
+from kernels.four_bits import load_words, offsets, pair_sums, pair_tile, run_columns
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import add_product, cast, prefetch
@@ -199,6 +199,29 @@ def _of_groups(scale, zero, row, TURN: constexpr, K: constexpr, BK: constexpr, G
     return factor, offsets(zero, row, group, inside, GROUPS)
 
 
+@triton.jit
+def _add_words(
+    sums, FIRST: constexpr, tiles, WORDS: constexpr, scales, MATRICES: constexpr, x, TURN: constexpr, K: constexpr,
+    BK: constexpr,
+):  # fmt: skip
+    """`sums` from FIRST on, of each matrix, and the products of a row x and its words of a turn, `tiles` from WORDS on."""
+    column = TURN * BK + run_columns(BK // 8)
+    parts: tl.tuple = ()
+    for i in tl.static_range(4):
+        at = column + 8 * i
+        values = tl.load(x + at, (at < K) | ((TURN + 1) * BK <= K), 0.0).to(tl.float32)
+        for matrix in tl.static_range(MATRICES):
+            parts += pair_sums(tiles[WORDS + matrix], values, i)
+    added: tl.tuple = ()
+    for matrix in tl.static_range(MATRICES):
+        products, plain = parts[2 * matrix], parts[2 * matrix + 1]
+        for i in tl.static_range(1, 4):
+            products += parts[2 * (i * MATRICES + matrix)]
+            plain += parts[2 * (i * MATRICES + matrix) + 1]
+        added += (sums[FIRST + matrix] + (products - scales[2 * matrix + 1] * plain) * scales[2 * matrix],)
+    return added
+
+
 @triton.jit(do_not_specialize=["rank", "buffer"])
 def _gemv(
     x, x_scale, weight, scale, zero, up, out, pointers, rank, buffer,
@@ -233,16 +256,15 @@ def _gemv(
         scales: tl.tuple = ()
         if GROUP > 0:
             for matrix in tl.static_range(MATRICES):
-                scales += (_of_groups(scale, zero, at_row + matrix * M, i, K, BK, GROUP),)
+                scales += _of_groups(scale, zero, at_row + matrix * M, i, K, BK, GROUP)
         added: tl.tuple = ()
         for row in tl.static_range(ROWS):
-            values = _load(x + tl.full([1, 1], row * K, tl.int32), i, K, BK, "").to(tl.float32)
-            for matrix in tl.static_range(MATRICES):
-                total, tile = sums[row * MATRICES + matrix], tiles[i * MATRICES + matrix]
-                if GROUP > 0:
-                    added += (total + group_sums(tile, scales[matrix][0], scales[matrix][1], values),)
-                else:
-                    added += (_add_products(total, tile, values, LANE),)
+            if GROUP > 0:
+                added += _add_words(sums, row * MATRICES, tiles, i * MATRICES, scales, MATRICES, x + row * K, i, K, BK)
+            else:
+                values = _load(x + tl.full([1, 1], row * K, tl.int32), i, K, BK, "").to(tl.float32)
+                for matrix in tl.static_range(MATRICES):
+                    added += (_add_products(sums[row * MATRICES + matrix], tiles[i * MATRICES + matrix], values, LANE),)
         sums = added
     live = column < M
     for row in tl.static_range(ROWS):
@@ -288,19 +310,25 @@ def _gemm(
     total = tl.zeros([BN, ROWS] if SWAP else [ROWS, BN], tl.float32)
     second = total
     for k in range(0, PART, BK):
-        inside = (k + offset < K) | (PART % BK == 0)  # a mask that holds everywhere is compiled away
-        values = tl.load(xs + k + offset, live & inside, 0.0)
         if GROUP > 0:
-            tile = group_tile(weight, scale, zero, at_row, first + k, K, GROUP, BK)
+            words, factor, shift = load_words(weight, scale, zero, at_row, first + k, K, GROUP, BK)
+            if GATED:
+                others = load_words(weight, scale, zero, at_row + M, first + k, K, GROUP, BK)
+            for i in tl.static_range(4):
+                column_of_x = k + run_columns(BK // 8) + 8 * i
+                values = tl.load(xs + column_of_x, live & ((column_of_x < K) | (PART % BK == 0)), 0.0)
+                total = add_product(values, pair_tile(words, factor, shift, i, x.dtype.element_ty), total, SWAP)
+                if GATED:
+                    tile = pair_tile(others[0], others[1], others[2], i, x.dtype.element_ty)
+                    second = add_product(values, tile, second, SWAP)
         else:
+            inside = (k + offset < K) | (PART % BK == 0)  # a mask that holds everywhere is compiled away
+            values = tl.load(xs + k + offset, live & inside, 0.0)
             tile = tl.load(base + k + offset, inside, 0.0, eviction_policy="evict_first")
-        total = add_product(values, tile, total, SWAP)
-        if GATED:
-            if GROUP > 0:
-                tile = group_tile(weight, scale, zero, at_row + M, first + k, K, GROUP, BK)
-            else:
+            total = add_product(values, tile, total, SWAP)
+            if GATED:
                 tile = tl.load(base + M * K + k + offset, inside, 0.0, eviction_policy="evict_first")
-            second = add_product(values, tile, second, SWAP)
+                second = add_product(values, tile, second, SWAP)
     if x_scale is not None:
         rows = tl.minimum(row, T - 1)
         if BLOCKS:

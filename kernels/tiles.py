@@ -69,12 +69,14 @@ class GemmShape(NamedTuple):
         return abs(math.log(self.m / other.m)) + abs(math.log(self.n / other.n))
 
 
-def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] = (1024, 128)) -> dict[int, Tile]:
+def _tiles(
+    gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] = (1024, 128), swapped: int = 32
+) -> dict[int, Tile]:
     """By the most rows that they take: outputs and early tiles of the gemv, outputs and stages of gemms of 16, 32, 64 rows, and
-    perhaps 128. bk: columns a turn, of the gemv and of the gemms."""
+    perhaps 128. bk: columns a turn, of the gemv and of the gemms; swapped: rows up to which x is the MMA's right operand."""
     by_rows = zip((16, 32, 64, 128), gemms, strict=False)
     return {1: Tile("gemv", 1, gemv[0], bk[0], gemv[1])} | {
-        rows: Tile("gemm", rows, bn, bk[1], stages=stages, swap=bn <= 64 and rows < 64) for rows, (bn, stages) in by_rows
+        rows: Tile("gemm", rows, bn, bk[1], stages=stages, swap=bn <= 64 and rows <= swapped) for rows, (bn, stages) in by_rows
     }
 
 
@@ -94,8 +96,8 @@ _FP8_TABLE: _Table = {
     GemmShape(21504, 5376, gated=True): _tiles((2, 3), (64, 4), (64, 4), (64, 4), bk=(2048, 256)),
 }
 _INT4_TABLE: _Table = {
-    GemmShape(5376, 8192): _tiles((4, 2), (64, 4), (64, 4), (64, 4), (64, 3), bk=(2048, 256)),
-    GemmShape(21504, 5376, gated=True): _tiles((2, 2), (64, 4), (64, 4), (64, 3), (64, 3), bk=(2048, 256)),
+    GemmShape(5376, 8192): _tiles((4, 2), (64, 4), (64, 4), (64, 4), (64, 3), bk=(1024, 256), swapped=128),
+    GemmShape(21504, 5376, gated=True): _tiles((4, 2), (64, 4), (64, 4), (64, 3), (64, 3), bk=(1024, 256), swapped=128),
 }
 TABLES: dict[Load, _Table] = {"plain": TABLE, "fp8": _FP8_TABLE, "int4": _INT4_TABLE}
 # of a number of x and of a weight, with its group's scale and zero point, in shared memory
