@@ -194,15 +194,15 @@ def _grouped(
     up = total
     for k in range(0, K, BK):
         if GROUP > 0:
-            words, factor, shift = load_words(weight, scale, zero, at_row, k, K, GROUP, BK)
+            loaded = load_words(weight, scale, zero, at_row, k, K, GROUP, BK)
             if GATED:
                 others = load_words(weight, scale, zero, at_row + M, k, K, GROUP, BK)
             for i in tl.static_range(4):
-                column_of_x = k + run_columns(BK // 8) + 8 * i
-                values = tl.load(source_rows + column_of_x, live & ((column_of_x < K) | (K % BK == 0)), 0.0)
-                total = add_product(values, pair_tile(words, factor, shift, i, x.dtype.element_ty), total, SWAP)
+                at = k + run_columns(BK // 8) + 16 * i
+                values = tl.load(source_rows + at, live & ((at < K) | (K % BK == 0)), 0.0)
+                total = add_product(values, pair_tile(loaded, i, x.dtype.element_ty), total, SWAP)
                 if GATED:
-                    up = add_product(values, pair_tile(others[0], others[1], others[2], i, x.dtype.element_ty), up, SWAP)
+                    up = add_product(values, pair_tile(others, i, x.dtype.element_ty), up, SWAP)
         else:
             inside = (k + lane < K) | (K % BK == 0)  # a mask that holds everywhere is compiled away
             values = tl.load(source_rows + k + lane, live & inside, 0.0)

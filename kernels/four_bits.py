@@ -2,10 +2,10 @@
 
     int4    W[row, column] = (q - z) * s    q 0 to 15; s and z, 0 to 15, of a row's group of columns; z is 8 without zero points
 
-A run of 32 columns is four words of 32 bits. Word j (0 to 3) has of the columns 8 i to 8 i + 7, for each i from 0 to 3, the pair
-8 i + 2 j and 8 i + 2 j + 1: in its bits 4 i to 4 i + 3, and 16 above. So one mask takes pair i out as the two halves of a register,
-where together with 0x4300 each is the bf16 number 128 + q; and pairs i of a thread's words are neighbours in the operand of an MMA,
-which needs no exchange between threads. Zero points are words of eight neighbouring rows each, in plain order.
+A run of 64 columns is eight words of 32 bits. Word j (0 to 7) has of the columns 16 i to 16 i + 15, for each i from 0 to 3, the
+pair 16 i + 2 j and 16 i + 2 j + 1: in its bits 4 i to 4 i + 3, and 16 above. So one mask takes pair i out as the two halves of a
+register, where together with 0x4300 each is the bf16 number 128 + q; and pairs i of a thread's words are neighbours in the operand
+of an MMA, which needs no exchange between threads. Zero points are words of eight neighbouring rows each, in plain order.
 """
 
 import torch
@@ -17,14 +17,14 @@ from triton.language import constexpr
 from kernels.launch import INTERPRET, cdiv, launch, trigger, wait
 from kernels.numerics import cast
 
-RUN = constexpr(32)  # columns of four words
+RUN = 64  # columns of eight words
 MIDDLE = constexpr(8)  # the zero point of symmetric weights
 
 
 def interleaved(words: Tensor) -> Tensor:
     """int32 words [..., n / 8] of eight neighbouring columns each, the first in the lowest bits -> as kernels read them."""
     plain = (words[..., None] >> torch.arange(0, 32, 4, device=words.device, dtype=torch.int32) & 15).flatten(-2)
-    pairs = plain.unflatten(-1, (-1, 4, 4, 2)).transpose(-3, -2)  # of each word: i, half
+    pairs = plain.unflatten(-1, (-1, 4, 8, 2)).transpose(-3, -2)  # of each word: i, half
     places = torch.tensor([[4 * i, 4 * i + 16] for i in range(4)], device=words.device)
     return (pairs.long() << places).sum((-2, -1)).to(torch.int32).flatten(-2)
 
@@ -32,7 +32,7 @@ def interleaved(words: Tensor) -> Tensor:
 def columns_of(words: Tensor) -> Tensor:
     """int32 words [..., n / 8] as kernels read them -> 0 to 15 [..., n]."""
     places = torch.tensor([[4 * i, 4 * i + 16] for i in range(4)], device=words.device, dtype=torch.int32)
-    pairs = words.unflatten(-1, (-1, 4))[..., None, None] >> places & 15
+    pairs = words.unflatten(-1, (-1, 8))[..., None, None] >> places & 15
     return pairs.transpose(-3, -2).flatten(-4)
 
 
@@ -61,9 +61,9 @@ def _unpack_on_gpu(words: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 @triton.jit
 def run_columns(WORDS: constexpr):
-    """[1, 2 WORDS]: the columns of pair 0 of each of so many words; those of pair i are 8 i further on."""
+    """[1, 2 WORDS]: the columns of pair 0 of each of so many words; those of pair i are 16 i further on."""
     place = tl.arange(0, 2 * WORDS)[None, :]
-    return place // 8 * RUN + place % 8
+    return place // 16 * 64 + place % 16
 
 
 @triton.jit
@@ -91,14 +91,10 @@ def _bf16(bits):
 
 
 @triton.jit
-def offsets(zero, row, group, inside, GROUPS: constexpr):
-    """128 + z of rows [n, 1] and groups [1, g], fp32; 136 where there are no zero points."""
-    if zero is None:
-        found = tl.full([row.shape[0], group.shape[1]], 136.0, tl.float32)
-    else:
-        words = tl.load(zero + (row // 8) * GROUPS + group, inside, 0)
-        found = 128.0 + ((words >> (4 * (row % 8)).to(tl.int32)) & 15).to(tl.float32)
-    return found
+def _offsets(zero, row, group, inside, GROUPS: constexpr):
+    """128 + z of rows [n, 1] and groups [1, g], fp32."""
+    words = tl.load(zero + (row // 8) * GROUPS + group, inside, 0)
+    return 128.0 + ((words >> (4 * (row % 8)).to(tl.int32)) & 15).to(tl.float32)
 
 
 @triton.jit
@@ -130,9 +126,21 @@ def _twice(x):
 
 
 @triton.jit
+def _by_half(x, GROUP: constexpr):
+    """What groups have [n, g] -> what the words [n, w] of their columns have: of pairs 0 and 1, of pairs 2 and 3."""
+    if GROUP < 64:
+        first, second = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+        first, second = _spread(first, 8), _spread(second, 8)
+    else:
+        first = _spread(x, GROUP // 8)
+        second = first
+    return first, second
+
+
+@triton.jit
 def load_words(weight, scale, zero, row, k, K: constexpr, GROUP: constexpr, BK: constexpr):
-    """Of columns [k, k + BK) of rows `row` [n, 1] (int64) of W [m, K]: words [n, BK / 8], each one's scale and `offsets`; as pairs
-    of bf16 where scales are bf16, else fp32. Zeros after K."""
+    """Of columns [k, k + BK) of rows `row` [n, 1] (int64) of W [m, K]: words [n, BK / 8]; scales of their pairs 0 and 1, of 2 and 3;
+    and 128 + z of both. As fp32, or as pairs of bf16 where scales are bf16, with -(128 + z). Zeros after K."""
     GROUPS: constexpr = K // GROUP
     word = k // 8 + tl.arange(0, BK // 8)[None, :]
     group = k // GROUP + tl.arange(0, BK // GROUP)[None, :]
@@ -141,19 +149,22 @@ def load_words(weight, scale, zero, row, k, K: constexpr, GROUP: constexpr, BK: 
     factor = tl.load(scale + row * GROUPS + group, inside, 0.0)
     PAIRS: constexpr = scale.dtype.element_ty == tl.bfloat16 and not INTERPRET
     factor = _twice(factor) if PAIRS else factor.to(tl.float32)
+    first, second = _by_half(factor, GROUP)
     if zero is None:
-        offset = tl.full(words.shape, -1023884536 if PAIRS else 136, tl.int32 if PAIRS else tl.float32)  # -136 twice
+        low = tl.full(words.shape, -1022835960 if PAIRS else 136, tl.int32 if PAIRS else tl.float32)  # -136 twice
+        high = low
     else:
-        offset = offsets(zero, row, group, inside, GROUPS)
+        offset = _offsets(zero, row, group, inside, GROUPS)
         if PAIRS:
             offset = _twice((-offset).to(tl.bfloat16))
-        offset = _spread(offset, GROUP // 8)
-    return words, _spread(factor, GROUP // 8), offset
+        low, high = _by_half(offset, GROUP)
+    return words, first, second, low, high
 
 
 @triton.jit
-def pair_tile(words, factor, offset, PLACE: constexpr, DTYPE: constexpr):
-    """Pair PLACE of what `load_words` gave: [n, w] -> values [n, 2 w] of DTYPE, in the order of `run_columns`."""
+def pair_tile(loaded, PLACE: constexpr, DTYPE: constexpr):
+    """Pair PLACE of the words that `load_words` gave: [n, w] -> values [n, 2 w] of DTYPE, in the order of `run_columns`."""
+    words, factor, offset = loaded[0], loaded[1 + PLACE // 2], loaded[3 + PLACE // 2]
     bits = _pair(words, PLACE)
     if factor.dtype == tl.float32:
         tile = cast(tl.join((_low(bits) - offset) * factor, (_high(bits) - offset) * factor), DTYPE)
@@ -164,24 +175,15 @@ def pair_tile(words, factor, offset, PLACE: constexpr, DTYPE: constexpr):
 
 
 @triton.jit
-def pair_sums(words, values, PLACE: constexpr):
-    """Pair PLACE of words [n, w] and a row's values of its columns [1, 2 w], fp32 -> the sums of (128 + q) x [n, w] and of x
-    [1, w]."""
-    bits = _pair(words, PLACE)
-    first, second = tl.split(tl.reshape(values, [1, words.shape[1], 2]))
-    return _low(bits) * first + _high(bits) * second, first + second
-
-
-@triton.jit
 def _unpack(
     words, scale, zero, out, M: constexpr, K: constexpr, GROUP: constexpr, BN: constexpr, BK: constexpr, PDL: constexpr
 ):  # fmt: skip
     trigger(PDL)
     row = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
     k = tl.program_id(1) * BK
-    held, factor, offset = load_words(words, scale, zero, tl.minimum(row, M - 1), k, K, GROUP, BK)
+    loaded = load_words(words, scale, zero, tl.minimum(row, M - 1), k, K, GROUP, BK)
     wait(PDL)  # whoever read this memory before has ended
     for i in tl.static_range(4):
-        column = k + run_columns(BK // 8) + 8 * i
-        tile = pair_tile(held, factor, offset, i, out.dtype.element_ty)
+        column = k + run_columns(BK // 8) + 16 * i
+        tile = pair_tile(loaded, i, out.dtype.element_ty)
         tl.store(out + row * K + column, tile, (row < M) & (column < K))

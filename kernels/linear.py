@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.activation import geglu, geglu_rows, gelu
-from kernels.four_bits import load_words, offsets, pair_sums, pair_tile, run_columns
+from kernels.four_bits import load_words, pair_tile, run_columns
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import add_product, cast, prefetch
@@ -146,16 +146,17 @@ def _run(
         inboxes = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": peers.nothing}
     blocks, columns = cdiv(len(x), tile.rows), cdiv(m, tile.bn)
     values, x_scale = operands(x, weight)
-    args = values, x_scale, weight.values, weight.scale, weight.zero, up, out, pointers, rank, buffer
     constexprs = {
         "M": m, "K": k, "ROWS": tile.rows, "BN": tile.bn, "BK": tile.bk, "warps": tile.warps, "stages": tile.stages,
-        "GROUP": weight.group, "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes,
+        "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes,
     }  # fmt: skip
+    ends = up, out, pointers, rank, buffer
     if tile.kind == "gemv":
-        launch(_gemv, (columns, blocks), *args, EARLY=tile.early, **constexprs)
+        launch(_gemv, (columns, blocks), values, x_scale, weight.values, weight.scale, *ends, EARLY=tile.early, **constexprs)
     else:
-        grid = columns, tile.splits, blocks
-        launch(_gemm, grid, *args, len(x), SWAP=tile.swap, SPLITS=tile.splits, BLOCKS=blocks > 1, **constexprs)
+        matrix = weight.values, weight.scale, weight.zero
+        own = {"SWAP": tile.swap, "SPLITS": tile.splits, "BLOCKS": blocks > 1, "GROUP": weight.group}
+        launch(_gemm, (columns, tile.splits, blocks), values, x_scale, *matrix, *ends, len(x), **own, **constexprs)
     return out
 
 
@@ -189,60 +190,25 @@ def _add_products(sums, tile, values, LANE: constexpr):
     return sums + tl.sum(products, 2)
 
 
-@triton.jit
-def _of_groups(scale, zero, row, TURN: constexpr, K: constexpr, BK: constexpr, GROUP: constexpr):
-    """Scale and `offsets` of each word of a turn's tile of rows `row` [BN, 1]: [BN, BK / 8] each."""
-    GROUPS: constexpr = K // GROUP
-    group = (TURN * (BK // 8) + tl.arange(0, BK // 8)[None, :]) // (GROUP // 8)
-    inside = (group < GROUPS) | ((TURN + 1) * BK <= K)
-    factor = tl.load(scale + row * GROUPS + group, inside, 0.0).to(tl.float32)
-    return factor, offsets(zero, row, group, inside, GROUPS)
-
-
-@triton.jit
-def _add_words(
-    sums, FIRST: constexpr, tiles, WORDS: constexpr, scales, MATRICES: constexpr, x, TURN: constexpr, K: constexpr,
-    BK: constexpr,
-):  # fmt: skip
-    """`sums` from FIRST on, of each matrix, and the products of a row x and its words of a turn, `tiles` from WORDS on."""
-    column = TURN * BK + run_columns(BK // 8)
-    parts: tl.tuple = ()
-    for i in tl.static_range(4):
-        at = column + 8 * i
-        values = tl.load(x + at, (at < K) | ((TURN + 1) * BK <= K), 0.0).to(tl.float32)
-        for matrix in tl.static_range(MATRICES):
-            parts += pair_sums(tiles[WORDS + matrix], values, i)
-    added: tl.tuple = ()
-    for matrix in tl.static_range(MATRICES):
-        products, plain = parts[2 * matrix], parts[2 * matrix + 1]
-        for i in tl.static_range(1, 4):
-            products += parts[2 * (i * MATRICES + matrix)]
-            plain += parts[2 * (i * MATRICES + matrix) + 1]
-        added += (sums[FIRST + matrix] + (products - scales[2 * matrix + 1] * plain) * scales[2 * matrix],)
-    return added
-
-
 @triton.jit(do_not_specialize=["rank", "buffer"])
 def _gemv(
-    x, x_scale, weight, scale, zero, up, out, pointers, rank, buffer,
-    M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GROUP: constexpr,
-    GATED: constexpr, UP: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
+    x, x_scale, weight, scale, up, out, pointers, rank, buffer,
+    M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
+    SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of ROWS of the rows. A thread adds up products of neighbouring columns, 16 bytes of them, at once; the sum over
     threads comes last. The loop over K is unrolled, so that EARLY weight tiles are always on their way."""
     trigger(PDL)
     TILES: constexpr = (K + BK - 1) // BK
-    LANE: constexpr = 16 if x_scale is not None else 8
-    WORD: constexpr = 8 if GROUP > 0 else 1  # columns in an element of the weight
+    LANE: constexpr = 8 if scale is None else 16
     MATRICES: constexpr = 2 if GATED else 1
     column = tl.program_id(0) * BN + tl.arange(0, BN)
-    at_row = tl.minimum(column, M - 1).to(tl.int64)[:, None]
-    base = weight + at_row * (K // WORD)
+    base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
     tiles: tl.tuple = ()
     for i in tl.static_range(min(EARLY, TILES)):
         for matrix in tl.static_range(MATRICES):
-            tiles += (_load(base + matrix * M * (K // WORD), i, K // WORD, BK // WORD, "evict_first"),)
+            tiles += (_load(base + matrix * M * K, i, K, BK, "evict_first"),)
     wait(PDL)
     first = tl.program_id(1) * ROWS
     x += first * K
@@ -252,19 +218,12 @@ def _gemv(
     for i in tl.static_range(TILES):
         if i + EARLY < TILES:
             for matrix in tl.static_range(MATRICES):
-                tiles += (_load(base + matrix * M * (K // WORD), i + EARLY, K // WORD, BK // WORD, "evict_first"),)
-        scales: tl.tuple = ()
-        if GROUP > 0:
-            for matrix in tl.static_range(MATRICES):
-                scales += _of_groups(scale, zero, at_row + matrix * M, i, K, BK, GROUP)
+                tiles += (_load(base + matrix * M * K, i + EARLY, K, BK, "evict_first"),)
         added: tl.tuple = ()
         for row in tl.static_range(ROWS):
-            if GROUP > 0:
-                added += _add_words(sums, row * MATRICES, tiles, i * MATRICES, scales, MATRICES, x + row * K, i, K, BK)
-            else:
-                values = _load(x + tl.full([1, 1], row * K, tl.int32), i, K, BK, "").to(tl.float32)
-                for matrix in tl.static_range(MATRICES):
-                    added += (_add_products(sums[row * MATRICES + matrix], tiles[i * MATRICES + matrix], values, LANE),)
+            values = _load(x + tl.full([1, 1], row * K, tl.int32), i, K, BK, "").to(tl.float32)
+            for matrix in tl.static_range(MATRICES):
+                added += (_add_products(sums[row * MATRICES + matrix], tiles[i * MATRICES + matrix], values, LANE),)
         sums = added
     live = column < M
     for row in tl.static_range(ROWS):
@@ -311,16 +270,15 @@ def _gemm(
     second = total
     for k in range(0, PART, BK):
         if GROUP > 0:
-            words, factor, shift = load_words(weight, scale, zero, at_row, first + k, K, GROUP, BK)
+            loaded = load_words(weight, scale, zero, at_row, first + k, K, GROUP, BK)
             if GATED:
                 others = load_words(weight, scale, zero, at_row + M, first + k, K, GROUP, BK)
             for i in tl.static_range(4):
-                column_of_x = k + run_columns(BK // 8) + 8 * i
-                values = tl.load(xs + column_of_x, live & ((column_of_x < K) | (PART % BK == 0)), 0.0)
-                total = add_product(values, pair_tile(words, factor, shift, i, x.dtype.element_ty), total, SWAP)
+                at = k + run_columns(BK // 8) + 16 * i
+                values = tl.load(xs + at, live & ((at < K) | (PART % BK == 0)), 0.0)
+                total = add_product(values, pair_tile(loaded, i, x.dtype.element_ty), total, SWAP)
                 if GATED:
-                    tile = pair_tile(others[0], others[1], others[2], i, x.dtype.element_ty)
-                    second = add_product(values, tile, second, SWAP)
+                    second = add_product(values, pair_tile(others, i, x.dtype.element_ty), second, SWAP)
         else:
             inside = (k + offset < K) | (PART % BK == 0)  # a mask that holds everywhere is compiled away
             values = tl.load(xs + k + offset, live & inside, 0.0)

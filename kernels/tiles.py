@@ -69,15 +69,20 @@ class GemmShape(NamedTuple):
         return abs(math.log(self.m / other.m)) + abs(math.log(self.n / other.n))
 
 
-def _tiles(
-    gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] = (1024, 128), swapped: int = 32
-) -> dict[int, Tile]:
-    """By the most rows that they take: outputs and early tiles of the gemv, outputs and stages of gemms of 16, 32, 64 rows, and
-    perhaps 128. bk: columns a turn, of the gemv and of the gemms; swapped: rows up to which x is the MMA's right operand."""
-    by_rows = zip((16, 32, 64, 128), gemms, strict=False)
+def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] = (1024, 128)) -> dict[int, Tile]:
+    """By the most rows that they take: outputs and early tiles of the gemv, outputs and stages of gemms of 16, 32 and 64 rows.
+    bk: columns a turn, of the gemv and of the gemms."""
+    by_rows = zip((16, 32, 64), gemms, strict=True)
     return {1: Tile("gemv", 1, gemv[0], bk[0], gemv[1])} | {
-        rows: Tile("gemm", rows, bn, bk[1], stages=stages, swap=bn <= 64 and rows <= swapped) for rows, (bn, stages) in by_rows
+        rows: Tile("gemm", rows, bn, bk[1], stages=stages, swap=bn <= 64 and rows < 64) for rows, (bn, stages) in by_rows
     }
+
+
+def _four_bit_tiles(*gemms: tuple[int, int, int]) -> dict[int, Tile]:
+    """Outputs, columns a turn and stages of gemms of 16, 32, 64 and 128 rows. Weights are made numbers in the registers of the MMA's
+    left operand."""
+    by_rows = zip((16, 32, 64, 128), gemms, strict=True)
+    return {rows: Tile("gemm", rows, bn, bk, stages=stages, swap=True) for rows, (bn, bk, stages) in by_rows}
 
 
 # Above, cuBLAS. The fastest of those tried on an H200 for 31B at TP=4. Of 16 to 64 rows measured in a whole captured step: 84 CTAs
@@ -96,8 +101,8 @@ _FP8_TABLE: _Table = {
     GemmShape(21504, 5376, gated=True): _tiles((2, 3), (64, 4), (64, 4), (64, 4), bk=(2048, 256)),
 }
 _INT4_TABLE: _Table = {
-    GemmShape(5376, 8192): _tiles((4, 2), (64, 4), (64, 4), (64, 4), (64, 3), bk=(1024, 256), swapped=128),
-    GemmShape(21504, 5376, gated=True): _tiles((4, 2), (64, 4), (64, 4), (64, 3), (64, 3), bk=(1024, 256), swapped=128),
+    GemmShape(5376, 8192): _four_bit_tiles((64, 256, 4), (64, 256, 4), (64, 256, 3), (64, 128, 3)),
+    GemmShape(21504, 5376, gated=True): _four_bit_tiles((64, 256, 3), (64, 256, 3), (64, 256, 3), (64, 128, 3)),
 }
 TABLES: dict[Load, _Table] = {"plain": TABLE, "fp8": _FP8_TABLE, "int4": _INT4_TABLE}
 # of a number of x and of a weight, with its group's scale and zero point, in shared memory
@@ -120,13 +125,15 @@ def choose(
     if rows > max(tiles):
         few = shape.m <= _FEW_OUTPUTS and cdiv(rows, 16) * cdiv(shape.m, tiles[16].bn) <= _PROCESSORS
         return fit(tiles[16], shape.gated, shared, load) if few else None
-    if rows <= _GEMV_ROWS:
+    if 1 in tiles and rows <= _GEMV_ROWS:
         return replace(tiles[1], rows=rows)
-    if rows * shape.m <= _FEW:
+    if 1 in tiles and rows * shape.m <= _FEW:
         return tiles[1]
     tile = tiles[min(most for most in tiles if rows <= most)]
     second_wave = cdiv(shape.m, tile.bn) - _PROCESSORS
     tile = fit(tile, shape.gated, shared // 2 if 0 < second_wave <= _PROCESSORS // 2 else shared, load)
+    if parts and load == "int4":
+        return replace(tile, splits=_four_bit_splits(tile, shape))
     if parts:
         finer = 2
         while finer * cdiv(shape.m, tile.bn) <= _PROCESSORS and shape.n % (finer * tile.bk * _LEAST_TURNS) == 0:
@@ -135,6 +142,13 @@ def choose(
         while 2 * cdiv(shape.m, tile.bn) <= _PROCESSORS and tile.bn > 16:
             tile = replace(tile, bn=tile.bn // 2)
     return tile
+
+
+def _four_bit_splits(tile: Tile, shape: GemmShape) -> int:
+    """Parts of the inner dimension. What makes weights numbers waits for its MMA, so several CTAs share a processor."""
+    ctas = cdiv(shape.m, tile.bn)
+    fine = (splits for splits in (6, 4, 3, 2) if splits * ctas <= 4 * _PROCESSORS and shape.n % (splits * tile.bk) == 0)
+    return next(fine, 1) if tile.rows <= 32 else 1
 
 
 def fit(tile: Tile, gated: bool, shared: int, load: Load = "plain") -> Tile:
