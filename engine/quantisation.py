@@ -46,7 +46,7 @@ def read_quantisation(folder: Path, setting: str = "auto") -> Quantisation:
     config = read_optional(folder / "config.json")
     settings = _settings(folder, config)
     fused = not (_has_experts(config) and any(_ONE_EXPERT.search(name) for name in tensor_names(folder)))
-    wanted = FORMATS.get(setting, PLAIN)
+    wanted, *_ = FORMATS.get(setting, (PLAIN,))
     if settings is None:
         if wanted is PLAIN and setting in ("auto", "plain"):
             return Quantisation(fused=fused)
@@ -60,11 +60,13 @@ def read_quantisation(folder: Path, setting: str = "auto") -> Quantisation:
 
 def _format(folder: Path, scheme: str, setting: str) -> WeightFormat:
     """The format that reads a scheme, if the setting allows it."""
-    found = next((weights for weights in FORMATS.values() if scheme in weights.schemes), None)
-    if found is None or setting not in ("auto", *(name for name, weights in FORMATS.items() if weights is found)):
+    name, found = next(
+        ((name, one) for name, formats in FORMATS.items() for one in formats if scheme in one.schemes), (None, PLAIN)
+    )
+    if name is None or setting not in ("auto", name):
         loaded = "bf16, fp16 and fp32 weights" if setting in ("auto", "plain") else f"{setting} weights"
-        if found is None and setting == "auto":
-            known = [f"({one})" for weights in FORMATS.values() for one in weights.schemes]
+        if name is None and setting == "auto":
+            known = [f"({scheme})" for formats in FORMATS.values() for one in formats for scheme in one.schemes]
             loaded = ", ".join([loaded, *known])
         raise CheckpointError(f"{folder}: this checkpoint is quantised ({scheme}); Quartet loads {loaded}")
     return found

@@ -38,6 +38,7 @@ class WeightFormat(NamedTuple):
     weight   `module:class` of a matrix on a rank
     tensors  of a matrix, on a rank and, unless it is packed at load, in a checkpoint
     schemes  of checkpoints that hold these tensors, as `engine.quantisation` names them
+    unread   of a matrix's tensors in a checkpoint, those that a rank does without, by their names after the module's
     packer   `module:function` that makes the tensors of a plain matrix's rows; None: only checkpoints have them
     at_load  the checkpoint holds the plain matrix, and the packer makes the tensors when it is loaded
     """
@@ -45,6 +46,7 @@ class WeightFormat(NamedTuple):
     weight: str
     tensors: tuple[StoredTensor, ...]
     schemes: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     packer: str | None = None
     at_load: bool = False
 
@@ -65,4 +67,30 @@ FP8 = WeightFormat(
      "modelopt, FP8_PER_CHANNEL_PER_TOKEN"),
     packer="engine.rank.fp8:pack",
 )  # fmt: skip
-FORMATS = {"plain": PLAIN, "fp8": FP8}
+
+
+def int4(group: int, *, symmetric: bool) -> WeightFormat:
+    """Weights of four bits: columns in groups that share a scale and, unless they are symmetric, a zero point."""
+    tensors = (
+        StoredTensor("values", "_packed", (1, 8), "int32", ("I32",), draw=_random_words),
+        StoredTensor("scale", "_scale", (1, group), draw=lambda normal, n: 0 * normal + 1 / (4.6 * n**0.5)),
+    )
+    if not symmetric:
+        tensors = (*tensors, StoredTensor("zero", "_zero_point", (8, group), "int32", ("I32",), draw=_random_words))
+    numbers = f"4-bit int group of {group}" + " asymmetric" * (not symmetric)
+    return WeightFormat(
+        "engine.rank.int4:Int4Weight", tensors, (f"compressed-tensors, {numbers} weights",), unread=("weight_shape",)
+    )
+
+
+def _random_words(normal: Any, _: int) -> Any:
+    """Integers of 32 bits, made of normal values."""
+    return ((normal * (1 << 24)).long() * 2654435761 >> 16) % (1 << 32) - (1 << 31)
+
+
+# By the name that `weights` has in a configuration.
+FORMATS = {
+    "plain": (PLAIN,),
+    "fp8": (FP8,),
+    "int4": tuple(int4(group, symmetric=symmetric) for group in (32, 64, 128) for symmetric in (True, False)),
+}

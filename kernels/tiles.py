@@ -102,6 +102,7 @@ _FP8_TABLE: _Table = {
 }
 _INT4_TABLE: _Table = {
     GemmShape(5376, 8192): _four_bit_tiles((64, 256, 4), (64, 256, 4), (64, 256, 3), (64, 128, 3)),
+    GemmShape(5376, 21504): _four_bit_tiles((128, 256, 3), (128, 256, 3), (64, 128, 4), (64, 128, 4)),
     GemmShape(21504, 5376, gated=True): _four_bit_tiles((64, 256, 3), (64, 256, 3), (64, 256, 3), (64, 128, 3)),
 }
 TABLES: dict[Load, _Table] = {"plain": TABLE, "fp8": _FP8_TABLE, "int4": _INT4_TABLE}
@@ -147,8 +148,9 @@ def choose(
 def _four_bit_splits(tile: Tile, shape: GemmShape) -> int:
     """Parts of the inner dimension. What makes weights numbers waits for its MMA, so several CTAs share a processor."""
     ctas = cdiv(shape.m, tile.bn)
-    fine = (splits for splits in (6, 4, 3, 2) if splits * ctas <= 4 * _PROCESSORS and shape.n % (splits * tile.bk) == 0)
-    return next(fine, 1) if tile.rows <= 32 else 1
+    most = 4 * _PROCESSORS if tile.rows <= 32 else 2 * _PROCESSORS
+    fine = (splits for splits in (6, 4, 3, 2) if splits * ctas <= most and shape.n % (splits * tile.bk) == 0)
+    return next(fine, 1)
 
 
 def fit(tile: Tile, gated: bool, shared: int, load: Load = "plain") -> Tile:

@@ -22,6 +22,12 @@ class Shard(nn.Module):
         """Makes one of its matrices, empty."""
         return Weight(shape, self.dtype, self.device)
 
+    def loaded(self) -> None:
+        """Called once, when every tensor has been filled."""
+        for module in self.modules():
+            if isinstance(module, Weight):
+                module.loaded()
+
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """What no format packs, by default in the model's dtype."""
         return empty(*shape, dtype=dtype or self.dtype, device=self.device)

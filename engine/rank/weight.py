@@ -50,6 +50,9 @@ class Weight(nn.Module):
             setattr(made, tensor.name, empty(*tensor.shape(self.shape), dtype=dtype, device=self.device))
         return made
 
+    def loaded(self) -> None:
+        """Called once, when the tensors have been filled: brings them into the order that kernels read."""
+
     @property
     def matrix(self) -> Matrix:
         """What kernels read. Its tensors are constant: kernels load them before they wait for the kernels before them."""

@@ -54,6 +54,7 @@ def load(model: Shard, tensors: TensorTable, folder: Path, weights: Quantisation
             _pack(file, header, piece, parameters, model.device)
         else:
             _copy(file, header, piece.targets[0], piece.targets[0].of(parameters))
+    model.loaded()
 
 
 def _copy(file: Any, header: TensorHeader, target: Target, parameter: Tensor) -> None:

@@ -26,17 +26,20 @@ def dummy(model: Shard, tensors: TensorTable, seed: int = 0, weights: Quantisati
     for piece in needed.values():
         for first, block in drawn(piece, model.geometry, seed, model.device):
             piece.put(parameters, first, block)
+    model.loaded()
 
 
 def drawn(piece: Piece, geometry: Geometry, seed: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Draw a tensor in blocks: yields (first row, rows fp32). The blocks depend on the whole tensor's shape only."""
+    """Draw a tensor in blocks: yields (first row, rows fp32, or integers). The blocks depend on the whole tensor's shape only."""
     rows = max(1, _DRAW // math.prod(piece.shape[1:]))
     generator = torch.Generator(device)
     for first in range(0, piece.shape[0], rows):
         shape = (min(rows, piece.shape[0] - first), *piece.shape[1:])
         generator.manual_seed(zlib.crc32(f"{piece.name}/{first}".encode()) ^ seed)
         block = _draw(piece, geometry, torch.randn(shape, generator=generator, device=device))
-        yield first, block.to(getattr(torch, geometry.dtype)).float()
+        if block.is_floating_point():
+            block = block.to(getattr(torch, geometry.dtype)).float()
+        yield first, block
 
 
 def _draw(piece: Piece, geometry: Geometry, normal: Tensor) -> Tensor:

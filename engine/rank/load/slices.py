@@ -83,6 +83,12 @@ class Piece:
     weight: str | None
     weights: WeightFormat
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Names of the matrix's tensors that a rank does without."""
+        module = self.name.removesuffix(self.tensor.suffix).removesuffix(".weight")
+        return tuple(f"{module}.{name}" for name in self.weights.unread)
+
     def put(self, parameters: "Mapping[str, Tensor]", first: int, rows: "Tensor") -> None:
         """Copy what this rank keeps of the tensor's rows from `first` on."""
         packed = (rows,)
@@ -183,7 +189,10 @@ def allocate(
     for path, held in {piece.weight: piece.weights for piece in needed.values() if piece.weight}.items():
         parent, _, name = path.rpartition(".")
         module = model.get_submodule(parent)
-        setattr(module, name, getattr(module, name).stored_as(held))
+        try:
+            setattr(module, name, getattr(module, name).stored_as(held))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     filled = dict.fromkeys(parameters, 0)
     for piece in needed.values():

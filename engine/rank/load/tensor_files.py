@@ -33,7 +33,8 @@ def checked_headers(folder: Path, needed: dict[str, Piece], tensors: TensorTable
     """Returns every needed tensor's header, by its published name. CheckpointError names those of the folder's tensors that are
     missing, unexpected, mis-shaped or of a wrong dtype."""
     by_name, complaints = headers(folder, tensors, geometry)
-    live = {name for name in by_name if not tensors.is_unused(name, geometry)}
+    unread = {name for piece in needed.values() for name in piece.unread}
+    live = {name for name in by_name if not tensors.is_unused(name, geometry) and name not in unread}
     complaints += [f"{name} is missing" for name in needed if name not in live]
     complaints += [f"{by_name[name].name} is unexpected" for name in sorted(live - set(needed))]
     complaints += [why for name in needed if name in by_name and (why := _mismatch(needed[name], by_name[name]))]

@@ -69,7 +69,7 @@ INT8 = WeightFormat(
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one entry."""
-    monkeypatch.setitem(FORMATS, "int8_rows", INT8)
+    monkeypatch.setitem(FORMATS, "int8_rows", (INT8,))
     monkeypatch.setattr(Int8Rows, "products", 0)
 
 
