@@ -51,7 +51,7 @@ from engine.front.client import EngineClient
 from engine.geometry import read_geometry
 from engine.protocol import SamplingParams
 from tests.bench.record import Row, add_record_option, append
-from tests.bench.shard_model import write_shard
+from tests.bench.shard_model import write_int4, write_shard
 from tests.bench.synthetic_rank import Synthetic
 from tests.nano.random_models import model_folder
 from tests.support.engine import drafters
@@ -276,7 +276,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="random:31b")
-    parser.add_argument("--weights", default="auto", help="plain or fp8")
+    parser.add_argument("--weights", default="auto", help="plain, fp8 or int4")
     parser.add_argument("--memory-fraction", type=float, default=0.9)
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--shard-of", type=int, default=1, metavar="N", help="a rank's shard of N, as a model of its own")
@@ -341,6 +341,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         whole = model_folder(args.model)
         target = whole if args.shard_of == 1 else write_shard(whole, args.shard_of, Path(scratch) / "target")
+        if args.weights == "int4":
+            target = write_int4(target, Path(scratch) / "int4")
         rows = serve(target, Path(scratch) / "drafter", args)
     append(rows, args.record, "tests.bench.engine")
 

@@ -25,3 +25,17 @@ def write_shard(folder: Path, parts: int, to: Path, *, keep_vocabulary: bool = F
                 raise ConfigError(f"a shard as a model of its own: {parts} parts do not divide {name}")
     (to / "config.json").write_text(json.dumps(described), encoding="utf-8")
     return to
+
+
+def write_int4(whole: Path, to: Path) -> Path:
+    """The folder of a model whose config.json says that its matrices are in int4, in groups of 32: for random weights."""
+    to.mkdir()
+    for path in whole.iterdir():
+        (to / path.name).symlink_to(path.resolve())
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    described = json.loads((to / "config.json").read_text(encoding="utf-8"))
+    described["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]}
+    (to / "config.json").unlink()
+    (to / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    return to

@@ -36,7 +36,7 @@ from tests.bench.profiling import bare_rank
 from tests.bench.profiling.bare_rank import BareRank, pages_held
 from tests.bench.profiling.decode_times import WARM_STEPS, lengths_kept, replay, replay_ms, time_step
 from tests.bench.profiling.loopback import Loopback
-from tests.bench.shard_model import write_shard
+from tests.bench.shard_model import write_int4, write_shard
 from tests.support.engine import drafters
 
 
@@ -51,6 +51,8 @@ def build(args: argparse.Namespace, parallel: Parallel, device: torch.device) ->
     with tempfile.TemporaryDirectory() as scratch:
         if args.shard_of > 1:
             folder = write_shard(folder, args.shard_of, Path(scratch) / "target")
+        if args.weights == "int4":
+            folder = write_int4(folder, Path(scratch) / "int4")
         mtp = {"model": str(drafters.write(folder, Path(scratch) / "drafter")), "drafts": args.drafts} if args.drafts else {}
         config = engine_config(
             model=str(folder), tp=parallel.size, device=device.type, load_format="dummy",
@@ -157,7 +159,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.step", description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="dummy:31b")
-    parser.add_argument("--weights", default="auto", help="plain or fp8")
+    parser.add_argument("--weights", default="auto", help="plain, fp8 or int4")
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--shard-of", type=int, default=1, metavar="N", help="a rank's shard of N, as a model of its own")
