@@ -71,7 +71,7 @@ FP8 = WeightFormat(
 
 def int4(group: int, *, symmetric: bool) -> WeightFormat:
     """Weights of four bits: columns in groups that share a scale and, unless they are symmetric, a zero point."""
-    tensors = (
+    tensors: tuple[StoredTensor, ...] = (
         StoredTensor("values", "_packed", (1, 8), "int32", ("I32",), draw=_random_words),
         StoredTensor("scale", "_scale", (1, group), draw=lambda normal, n: 0 * normal + 1 / (4.6 * n**0.5)),
     )

@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.launch import INTERPRET, cdiv, launch, trigger, wait
+from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, trigger, wait
 from kernels.numerics import cast
 
 RUN = 64  # columns of eight words
-MIDDLE = constexpr(8)  # the zero point of symmetric weights
+MIDDLE = 8  # the zero point of symmetric weights
 
 
 def interleaved(words: Tensor) -> Tensor:
@@ -44,14 +44,15 @@ def rows_of(words: Tensor) -> Tensor:
 
 def unpacked_groups(words: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     """words [..., m, n / 8], scale [..., m, groups], zero points [..., m / 8, groups] -> values [..., m, n] in scale's dtype."""
-    if words.is_cuda:
-        return _unpack_on_gpu(words, scale, zero)
+    if enabled(words):
+        return _unpacked_by_kernel(words.flatten(0, -2), scale.flatten(0, -2), zero).view(*words.shape[:-1], -1)
     values = columns_of(words).unflatten(-1, (scale.shape[-1], -1))
-    middle = torch.full_like(scale, MIDDLE.value) if zero is None else rows_of(zero)
+    middle = torch.full_like(scale, MIDDLE) if zero is None else rows_of(zero)
     return ((values - middle[..., None]).float() * scale[..., None].float()).flatten(-2).to(scale.dtype)
 
 
-def _unpack_on_gpu(words: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+def _unpacked_by_kernel(words: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    check_contiguous(words, scale, zero)
     (m, width), block = words.shape, 1024
     out = words.new_empty((m, 8 * width), dtype=scale.dtype)
     group = 8 * width // scale.shape[1]
@@ -139,8 +140,8 @@ def _by_half(x, GROUP: constexpr):
 
 @triton.jit
 def load_words(weight, scale, zero, row, k, K: constexpr, GROUP: constexpr, BK: constexpr):
-    """Of columns [k, k + BK) of rows `row` [n, 1] (int64) of W [m, K]: words [n, BK / 8]; scales of their pairs 0 and 1, of 2 and 3;
-    and 128 + z of both. As fp32, or as pairs of bf16 where scales are bf16, with -(128 + z). Zeros after K."""
+    """Of columns [k, k + BK) of rows `row` [n, 1] (int64) of W [m, K]: words [n, BK / 8]; scales of their pairs 0 and 1, of 2 and
+    3; and 128 + z of both. As fp32, or as pairs of bf16 where scales are bf16, with -(128 + z). Zeros after K."""
     GROUPS: constexpr = K // GROUP
     word = k // 8 + tl.arange(0, BK // 8)[None, :]
     group = k // GROUP + tl.arange(0, BK // GROUP)[None, :]

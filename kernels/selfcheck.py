@@ -34,7 +34,7 @@ from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.launch import enabled, plain_torch
 from kernels.linear import FP32, GEGLU, gelu_times, linear
-from kernels.packed import PackedRows, fp8_matrix, pack_rows
+from kernels.packed import PackedMatrix, PackedRows, fp8_matrix, pack_rows
 from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, tile_tokens
 from kernels.qkv import qkv_post, replace_unturned
@@ -189,6 +189,14 @@ def _unpacked(rows: PackedRows) -> Tensor:
 def _fp8_products(draw: RandomInputs, rows: int) -> Outputs:
     x, weight = draw.floats(rows, 264), fp8_matrix(draw.floats(2 * 19, 264, scale=264**-0.5))
     return (linear(x, weight), _unpacked(pack_rows(x))) if _has_fp8(x) else ()
+
+
+def _int4_products(draw: RandomInputs, rows: int, group: int, zeros: bool) -> Outputs:
+    """Rows of the weight are no multiple of a tile's, columns none of a turn's."""
+    x, m, groups = draw.floats(rows, 320), 2 * 24, 320 // group
+    words, zero = 40503 * draw.rising(m, 40), 30011 * draw.rising(m // 8, groups)
+    weight = PackedMatrix(words, draw.floats(m, groups, scale=0.01), "int4", zero if zeros else None)
+    return linear(x, weight), linear(x, weight, GEGLU)
 
 
 def _packed_gate(draw: RandomInputs) -> Outputs:
@@ -437,6 +445,10 @@ CHECKS = (
     Check("kernels.admissions", "new sequences", _admissions),
     Check("kernels.activation", "the gate", lambda draw: (geglu(draw.floats(3, 2 * 70)),)),
     *(Check("kernels.linear", f"products of {rows} rows", _products, (rows,)) for rows in (1, 2, 5, 64)),
+    *(
+        Check("kernels.four_bits", f"int4 products of {rows} rows", _int4_products, (rows, group, zeros))
+        for rows, group, zeros in ((1, 32, False), (20, 64, True), (64, 32, True), (130, 32, False))
+    ),
     *(Check("kernels.packed", f"fp8 products of {rows} rows", _fp8_products, (rows,)) for rows in (1, 5, 64, 80)),
     Check("kernels.activation", "the gate of packed rows", _packed_gate),
     Check("kernels.fused_allreduce_norm", "a fused norm of one rank", _allreduce_norm),

@@ -79,8 +79,8 @@ def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] =
 
 
 def _four_bit_tiles(*gemms: tuple[int, int, int]) -> dict[int, Tile]:
-    """Outputs, columns a turn and stages of gemms of 16, 32, 64 and 128 rows. Weights are made numbers in the registers of the MMA's
-    left operand."""
+    """Outputs, columns a turn and stages of gemms of 16, 32, 64 and 128 rows. Weights are made numbers in registers, the MMA's left
+    operand."""
     by_rows = zip((16, 32, 64, 128), gemms, strict=True)
     return {rows: Tile("gemm", rows, bn, bk, stages=stages, swap=True) for rows, (bn, bk, stages) in by_rows}
 

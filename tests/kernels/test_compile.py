@@ -95,12 +95,12 @@ def linear_nodes(target: Target) -> Iterator[Node]:
     seen = {}
     for load, table in TABLES.items():
         for shape, tiles in table.items():
-            for tile in tiles.values() if load == "plain" or target >= (8, 9) else ():
+            for tile in tiles.values() if load != "fp8" or target >= (8, 9) else ():
                 seen.setdefault((tile, shape.gated, load), shape)
     for (tile, gated, load), shape in seen.items():
         yield from product_nodes(tile, shape, target, load)
         if tile.rows in {1, 16} and target == HOPPER:
-            yield from product_nodes(tile, GemmShape(1031, 1032, gated), target, load)
+            yield from product_nodes(tile, GemmShape(1031, 1032 if load != "int4" else 1088, gated), target, load)
 
 
 def product_nodes(tile: Tile, shape: GemmShape, target: Target, load: Load = "plain") -> list[Node]:
@@ -109,6 +109,8 @@ def product_nodes(tile: Tile, shape: GemmShape, target: Target, load: Load = "pl
     weight = PackedMatrix(meta(rows, shape.n))
     if load == "fp8":
         weight = PackedMatrix(meta(rows, shape.n, dtype=E4M3), meta(rows, dtype=torch.float32), load)
+    elif load == "int4":
+        weight = PackedMatrix(meta(rows, shape.n // 8, dtype=torch.int32), meta(rows, shape.n // 32), load)
     with record(target) as nodes:
         _run(tile, x, weight, meta(tile.rows, shape.m), GEGLU if shape.gated else NONE)
     return nodes[-1:]
@@ -278,7 +280,7 @@ def test_weights_are_on_their_way_before_the_wait() -> None:
         names = list(argument_types(kernel.node))
         early = [access for access in accesses(kernel.ptx, names) if access.early]
         loads = [access for access in early if access.reads]
-        number_bytes = 1 if "fp8" in argument_types(kernel.node)["weight"] else 2
+        number_bytes = 1 if "fp8" in argument_types(kernel.node)["weight"] else 2  # of a gemv's
         vectors = number_bytes * choices["BN"] * choices["BK"] * (1 + choices["GATED"]) // (16 * 32 * choices["warps"])
         if kernel.node.kernel == "_gemv":
             tiles = min(choices["EARLY"], -(-choices["K"] // choices["BK"]))

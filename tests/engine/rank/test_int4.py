@@ -1,4 +1,4 @@
-"""int4 folders: their logits are those of the weights that they stand for, on any number of ranks; beside it, faults that must show."""
+"""int4 folders: their logits are those of the weights that they stand for, on any number of ranks; planted faults show."""
 
 from dataclasses import replace
 from functools import cache, partial

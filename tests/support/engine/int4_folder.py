@@ -1,4 +1,4 @@
-"""Checkpoints in int4 as compressed-tensors writes them, and the same weights in plain: rounded to the nearest, a group at a time."""
+"""Checkpoints in int4 as compressed-tensors writes them, and the same weights in plain: rounded a group at a time."""
 
 import json
 from collections.abc import Callable
