@@ -34,7 +34,7 @@ from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.launch import enabled, plain_torch
 from kernels.linear import FP32, GEGLU, gelu_times, linear
-from kernels.packed import PackedMatrix, PackedRows, fp8_matrix, pack_rows
+from kernels.packed import PackedMatrix, PackedRows, fp8_matrix, pack_rows, unpacked
 from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, tile_tokens
 from kernels.qkv import qkv_post, replace_unturned
@@ -196,7 +196,7 @@ def _int4_products(draw: RandomInputs, rows: int, group: int, zeros: bool) -> Ou
     x, m, groups = draw.floats(rows, 320), 2 * 24, 320 // group
     words, zero = 40503 * draw.rising(m, 40), 30011 * draw.rising(m // 8, groups)
     weight = PackedMatrix(words, draw.floats(m, groups, scale=0.01), "int4", zero if zeros else None)
-    return linear(x, weight), linear(x, weight, GEGLU)
+    return linear(x, weight), linear(x, weight, GEGLU), unpacked(weight)
 
 
 def _packed_gate(draw: RandomInputs) -> Outputs:
