@@ -317,8 +317,8 @@ def test_a_ray_pod_starts_ray_with_the_environment_of_quartet_env(kind: str, pos
     config = tmp_path / "config.yaml"
     config.write_text(serve_configs(rendered)[0])
     expected = environment.for_ray_start(head=kind == "head") | environment.guard(read_settings(read_config(config), ""), "0.0.0.0")
-    (script,) = container["args"]
-    started = _environment_of(container["command"], script.replace("/etc/quartet/config/config.yaml", str(config)))
+    script = container["args"][0].replace("/etc/quartet/config/config.yaml", str(config))
+    started = _environment_of(container["command"], script)
     assert {name: started.get(name) for name in expected} == expected
     assert "RAY_SERVE_HAPROXY_NBTHREAD" in started
     planted = _environment_of(container["command"], script.replace('eval "$settings"', ""))
