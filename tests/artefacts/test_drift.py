@@ -71,7 +71,7 @@ def test_the_image_has_what_doctor_asks_for() -> None:
         assert re.search(rf"[ \t]{package}(?=[ \t])", installed), package
     _, port = http_address(read_config(ROOT / "deploy" / "nano.yaml"))
     assert f"EXPOSE {port}" in DOCKERFILE
-    assert f"http://127.0.0.1:{port}/-/healthz" in DOCKERFILE
+    assert f"http://127.0.0.1:{port}/health/ready" in DOCKERFILE
 
 
 def test_the_image_installs_the_pinned_cubins() -> None:
