@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.artefacts, pytest.mark.slow]
 
 UNIT = ROOT / "deploy" / "systemd" / "quartet.service"
 SCRIPT = Path(__file__).with_name("unit.sh")
+NSPAWN = ("systemd-nspawn", "--quiet", "--boot", "--private-network", "--register=no", "--keep-unit")
 TEST_UNIT = """\
 [Unit]
 After=network.target
@@ -55,10 +56,11 @@ def log(container: Path) -> dict[str, str]:
     shutil.copy(UNIT, container / "etc/systemd/system/quartet.service")
     shutil.copy(SCRIPT, container / "unit.sh")
     (container / "etc/systemd/system/test.service").write_text(TEST_UNIT)
+    (container / "var/cache/quartet").rmdir()  # the unit makes its own
     wanted = container / "etc/systemd/system/multi-user.target.wants"
     wanted.mkdir(exist_ok=True)
     (wanted / "test.service").symlink_to("../test.service")
-    run("systemd-nspawn", "--quiet", "--boot", "--private-network", "--register=no", "--directory", str(container), timeout_s=400)
+    run(*NSPAWN, "--directory", str(container), timeout_s=400)
     return dict(line.split(": ", 1) for line in (container / "log").read_text().splitlines())
 
 
