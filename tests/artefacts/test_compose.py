@@ -28,7 +28,8 @@ def test_it_is_valid(path: str) -> None:
 def test_the_stack_is_the_image_with_all_gpus() -> None:
     """It builds deploy/image/Dockerfile, reserves the GPUs, keeps its caches, and drains before it is killed."""
     assert (ROOT / STACK["build"]["dockerfile"]).is_file()
-    assert STACK["deploy"]["resources"]["reservations"]["devices"] == [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]
+    (device,) = STACK["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
     assert STACK["volumes"] == ["cache:/var/cache/quartet"]
     assert STACK["command"][2:] == ["--drain", "600"]
     assert STACK["stop_grace_period"] == "11m"
