@@ -342,3 +342,12 @@ def _environment_of(command: list[str], script: str) -> dict[str, str]:
         [*command, script], cwd=ROOT, env=given, stdout=subprocess.PIPE, text=True, check=True, timeout=120
     ).stdout
     return dict(line.split("=", 1) for line in printed.split("\0") if line)
+
+
+def test_the_documented_values_are_valid() -> None:
+    """The file of values in docs/kubernetes.md gives a RayService that scales, and all that it switches on."""
+    (body,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.DOTALL)
+    rendered = render(**yaml.safe_load(body))
+    assert [complaint for manifest in rendered.manifests for complaint in complaints(manifest)] == []
+    assert "autoscaling_config" in rendered.one("RayService")["spec"]["serveConfigV2"]
+    assert {"PodMonitor", "PrometheusRule", "NetworkPolicy"} <= {manifest["kind"] for manifest in rendered.manifests}
