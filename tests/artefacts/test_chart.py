@@ -235,6 +235,7 @@ def test_pods_run_without_rights() -> None:
         rendered = render_model({"raySpec": {"enabled": ray}})
         for pod in pods(rendered.one("RayService" if ray else "Deployment")):
             assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+            assert pod["spec"]["automountServiceAccountToken"] == (pod["spec"]["containers"][0]["name"] == "ray-head")
             for container in pod["spec"]["containers"]:
                 rights = container["securityContext"]
                 assert rights["readOnlyRootFilesystem"] is True

@@ -183,9 +183,10 @@ resources:
 {{- end }}
 {{- end -}}
 
-{{/* What every pod has in its spec: who it runs as, where it may run, how long it may take to end. */}}
+{{/* What every pod has in its spec: who it runs as, and how long it may take to end. Only Ray's autoscaler, in the head, asks the
+     API server. */}}
 {{- define "quartet.podSpec" -}}
-automountServiceAccountToken: {{ .model.raySpec.enabled }}
+automountServiceAccountToken: {{ eq (.kind | default "") "head" }}
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ add (int .model.requestTimeoutSeconds) 60 }}
 securityContext:
