@@ -2,14 +2,23 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
 from tests.support.artefacts.images import base_image, build
+from tests.support.repo_rules import ROOT
 
 
 @pytest.fixture(scope="session")
-def image(tmp_path_factory: pytest.TempPathFactory) -> str:
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the image is built from, which a test may change."""
+    unused = shutil.ignore_patterns(".git", ".venv", "__pycache__", "tests")
+    return Path(shutil.copytree(ROOT, tmp_path_factory.mktemp("image") / "checkout", ignore=unused))
+
+
+@pytest.fixture(scope="session")
+def image(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The name of the CPU image."""
     if given := os.environ.get("QUARTET_IMAGE"):
         return given
@@ -17,4 +26,4 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
     if missing or os.geteuid() != 0:
         pytest.skip(f"needs root and, of Debian, {' '.join(missing) or 'buildah'}; or QUARTET_IMAGE names an image")
     base_image(tmp_path_factory.mktemp("base") / "base.tar")
-    return build("localhost/quartet:test")
+    return build("localhost/quartet:test", checkout)

@@ -5,8 +5,6 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from tests.support.repo_rules import ROOT
-
 BASE = "localhost/debian:bookworm-slim"
 SLIM = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "man", "locale")]  # as debian:bookworm-slim is
 
@@ -19,7 +17,7 @@ def base_image(archive: Path) -> None:
     subprocess.run(["buildah", "commit", "--quiet", "--rm", made, BASE], check=True, timeout=300)
 
 
-def build(name: str, context: Path = ROOT) -> str:
+def build(name: str, context: Path) -> str:
     """Builds the CPU image of a checkout, and returns its name. QUARTET_BUILD_OPTIONS has further options of `buildah build`,
     such as volumes with pip's configuration."""
     command = ["buildah", "build", "--layers", "--format", "docker", "--network", "host", "--tag", name]
