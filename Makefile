@@ -49,6 +49,7 @@ test: $(VENV)/.installed-test
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-artefacts: export QUARTET_BUILD_OPTIONS ?=
 test-artefacts: $(VENV)/.installed-artefacts
 	$(BIN)/python -m pytest -m artefacts $(PYTEST_ARGS)
 

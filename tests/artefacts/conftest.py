@@ -22,6 +22,8 @@ def image(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The name of the CPU image."""
     if given := os.environ.get("QUARTET_IMAGE"):
         return given
+    if "QUARTET_BUILD_OPTIONS" not in os.environ:
+        pytest.skip("QUARTET_IMAGE names an image, or QUARTET_BUILD_OPTIONS has options of buildah, perhaps none, to build one")
     missing = [tool for tool in ("buildah", "mmdebstrap", "podman", "catatonit") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
         pytest.skip(f"needs root and, of Debian, {' '.join(missing) or 'buildah'}; or QUARTET_IMAGE names an image")
