@@ -194,6 +194,7 @@ def test_a_misspelt_key_is_refused(model: dict[str, Any], named: str) -> None:
             "spreads requests itself",
         ),
         ({"raySpec": {"enabled": True, "gcsFaultTolerance": {"backend": "redis"}}}, "redisAddress"),
+        ({"requestGPU": 4, "quartetConfig": {"tensorParallelSize": 2}}, "requestGPU 4 and tensorParallelSize 2"),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(model: dict[str, Any], reason: str) -> None:

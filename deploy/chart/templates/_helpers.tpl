@@ -68,6 +68,9 @@ llm-d.ai/engine-type: vllm
 {{- with $model.modelRevision -}}{{- $_ = set $args "revision" . -}}{{- end -}}
 {{- if $keys.secretName -}}{{- $_ = set $args "keys" (dict "file" (printf "/etc/quartet/keys/%s" $keys.secretKey)) -}}{{- end -}}
 {{- $args = mustMergeOverwrite $args (deepCopy $engine.extraArgs) -}}
+{{- if and (gt (int $model.requestGPU) 0) (ne (int $model.requestGPU) (int $args.tp)) -}}
+  {{- fail (printf "model %s: requestGPU %d and tensorParallelSize %d: a replica takes a GPU for each rank" $model.name (int $model.requestGPU) (int $args.tp)) -}}
+{{- end -}}
 {{- $deployment := dict "name" "Quartet" -}}
 {{- $_ = set $deployment "ray_actor_options" (dict "num_cpus" 1 "num_gpus" (int $model.requestGPU)) -}}
 {{- $_ = set $deployment "graceful_shutdown_timeout_s" (add (int $model.requestTimeoutSeconds) 10) -}}
