@@ -1,5 +1,6 @@
 #!/bin/bash
-# Runs nano in podman (test_image.py), in mount and network namespaces of its own. $1: the image, $2: the chart's pod as YAML.
+# Runs nano in podman (test_image.py), in mount and network namespaces of its own. $1: the image, $2: the chart's pod as YAML,
+# $3: a folder with a Ray pod's script and its Serve config, as YAML for the pod and as JSON for Ray's API.
 # Each line of the output is `name: value`.
 say() { echo "$1: $2"; }
 ask() {
@@ -38,4 +39,27 @@ say pod_user "$(podman exec q-quartet id --user)"
 say pod_metrics "$(podman exec q-quartet wget --quiet --output-document=- http://127.0.0.1:9401/metrics | grep --count '^quartet_requests_running ')"
 say pod_groups "$(podman exec q-quartet wget --quiet --output-document=- http://127.0.0.1:9464/metrics | grep '^quartet_groups{')"
 podman play kube --down "$2" > /dev/null
+
+# A head with a replica of its own, as KubeRay would start it, deploy to it by Ray's API, and end it.
+token=$(tr --delete --complement a-f0-9 < /dev/urandom | head --bytes 64)
+podman run --detach --name quartet-ray --no-healthcheck --network none --read-only --tmpfs /tmp:exec,mode=1777 --shm-size 2g \
+    --cgroups=disabled --volume "$3":/etc/quartet/config:ro --env RAY_AUTH_MODE=token --env RAY_AUTH_TOKEN="$token" \
+    --env KUBERAY_GEN_RAY_START_CMD="ray start --head --num-cpus=4 --dashboard-host=0.0.0.0 --block" \
+    --entrypoint /bin/bash "$1" -c -- "$(cat "$3/start.sh")" > /dev/null
+for _ in $(seq 60); do podman exec quartet-ray wget --quiet --output-document=/dev/null http://127.0.0.1:8265/api/healthz && break; sleep 1; done
+say ray_deployed "$(podman exec quartet-ray python3 -c '
+import os, urllib.request
+body = open("/etc/quartet/config/config.json", "rb").read()
+headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["RAY_AUTH_TOKEN"]}
+url = "http://127.0.0.1:8265/api/serve/applications/"
+print(urllib.request.urlopen(urllib.request.Request(url, body, headers, method="PUT")).status)')"
+ready quartet-ray
+say ray_answer "$(ask quartet-ray m)"
+say ray_drained "$(podman exec quartet-ray bash /opt/quartet/deploy/image/drain-node.sh 30 > /dev/null && echo 0)"
+say ray_replicas_left "$(podman exec quartet-ray grep --text --no-messages --count '^ray::ServeReplica' /proc/[0-9]*/cmdline |
+    grep --count ':[1-9]')"
+begun=$SECONDS
+podman stop --time 60 quartet-ray > /dev/null
+say ray_stop_seconds "$((SECONDS - begun))"
+podman rm --force --volumes quartet-ray > /dev/null
 say end 0

@@ -338,7 +338,8 @@ def test_a_ray_pod_that_has_no_environment_does_not_start(tmp_path: Path) -> Non
 
 def _environment_of(command: list[str], script: str) -> dict[str, str]:
     """The environment in which a container's script starts Ray, which `env` stands in for. CalledProcessError: it did not."""
-    script = script.replace("quartet env", f"{sys.executable} -m deploy.cli env").replace("exec $KUBE", "exec env -0 # $KUBE")
+    script = script.replace("quartet env", f"{sys.executable} -m deploy.cli env")
+    script = script.replace("exec tini -- $KUBERAY_GEN_RAY_START_CMD", "exec env -0")
     given = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
     printed = subprocess.run(
         [*command, script], cwd=ROOT, env=given, stdout=subprocess.PIPE, text=True, check=True, timeout=120

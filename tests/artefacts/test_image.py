@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.support.artefacts.images import build
-from tests.support.artefacts.manifests import Manifest, pods, render_model
+from tests.support.artefacts.manifests import Manifest, pods, render_model, serve_configs
 from tests.support.repo_rules import ROOT
 
 pytest.importorskip("helm_python", reason="needs the extra [artefacts]")
@@ -87,7 +87,9 @@ def log(image: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "containers.conf").write_text(PODMAN)
     (folder / "pod.yaml").write_text(yaml.safe_dump_all(chart_pod(image)))
     environ = {**os.environ, "CONTAINERS_CONF": str(folder / "containers.conf")}
-    command = ["unshare", "--mount", "--net", "bash", str(SCRIPT), image, str(folder / "pod.yaml")]
+    ray = folder / "ray"
+    write_ray_head(ray)
+    command = ["unshare", "--mount", "--net", "bash", str(SCRIPT), image, str(folder / "pod.yaml"), str(ray)]
     done = subprocess.run(command, check=True, env=environ, stdout=subprocess.PIPE, text=True, timeout=500)
     return dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
 
@@ -108,6 +110,19 @@ def chart_pod(image: str) -> list[Manifest]:
     return [rendered.one("ConfigMap"), {"apiVersion": "v1", "kind": "Pod", **pod}]
 
 
+def write_ray_head(folder: Path) -> None:
+    """The script of a RayService's head, and its Serve config, which the container's user can read."""
+    engine = {"tensorParallelSize": 2, "dtype": "float32"}
+    rendered = render_model({"quartetConfig": engine, "raySpec": {"enabled": True}})
+    config = serve_configs(rendered)[0]
+    head = pods(rendered.one("RayService"))[0]["spec"]["containers"][0]
+    folder.mkdir()
+    (folder / "config.yaml").write_text(config)
+    (folder / "config.json").write_text(json.dumps(yaml.safe_load(config)))
+    (folder / "start.sh").write_text(head["args"][0])
+    folder.chmod(0o755)
+
+
 def test_nano_answers_in_it(log: dict[str, str]) -> None:
     """As user 10001, with a root that is read-only and no network, it answers, is healthy, and ends with code 0 at SIGTERM."""
     assert log["answer"] == "472 + 389 = 861"
@@ -126,3 +141,12 @@ def test_nano_answers_in_the_charts_pod(log: dict[str, str]) -> None:
     assert log["pod_metrics"] == "1"
     assert log["pod_groups"].startswith('quartet_groups{application="m"')
     assert log["pod_groups"].endswith(" 1.0")
+
+
+def test_nano_answers_in_the_charts_ray_head(log: dict[str, str]) -> None:
+    """Started as KubeRay starts it, with a token, it takes the Serve config by Ray's API, serves, drains, and ends at SIGTERM."""
+    assert log["ray_deployed"] == "200"
+    assert log["ray_answer"] == "472 + 389 = 861"
+    assert log["ray_drained"] == "0"
+    assert log["ray_replicas_left"] == "0"
+    assert int(log["ray_stop_seconds"]) < 30

@@ -233,7 +233,8 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* The start of a Ray pod: the image itself prints the environment that `ray start` needs. "kind" is head or node. */}}
+{{/* The start of a Ray pod: the image itself prints the environment that `ray start` needs. "kind" is head or node. As process 1
+     Ray would not hear SIGTERM, and each pod would take all of its grace to end. */}}
 {{- define "quartet.rayStart" -}}
 command: ["/bin/bash", "-c", "--"]
 args:
@@ -241,5 +242,5 @@ args:
     settings="$(quartet env --for {{ .kind }} /etc/quartet/config/config.yaml)" || exit
     eval "$settings"
     ulimit -n 65536
-    exec $KUBERAY_GEN_RAY_START_CMD
+    exec tini -- $KUBERAY_GEN_RAY_START_CMD
 {{- end -}}
