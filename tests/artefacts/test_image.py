@@ -149,4 +149,4 @@ def test_nano_answers_in_the_charts_ray_head(log: dict[str, str]) -> None:
     assert log["ray_answer"] == "472 + 389 = 861"
     assert log["ray_drained"] == "0"
     assert log["ray_replicas_left"] == "0"
-    assert int(log["ray_stop_seconds"]) < 30
+    assert int(log["ray_stop_seconds"]) < 50  # Ray itself waits for 30 s; one that does not hear SIGTERM is killed after 60 s
