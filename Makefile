@@ -2,11 +2,12 @@
 #
 #   make serve [CONFIG=deploy/gemma4.yaml]   install if needed, then serve on 127.0.0.1:8000; Ctrl-C or SIGTERM drains
 #   make test | test-full                    the tiers pure, cpu and serve without the slow tests | everything that this machine can run
+#   make test-artefacts                      the image, the chart, the unit and compose.yaml, with the extra [artefacts]
 #   make coverage                           make test, with a table of the lines that no test runs
 #   make quality [QUALITY_ARGS=...]         the nano models' exam: every setup against transformers, every planted fault
 #   make lint | bench | clean                ruff, mypy and sizes | benchmarks | remove what the tools leave behind (not .venv)
 #   make pictures                           draws the boards of a live run, and steps of load
-#   make docs                               writes docs/settings.md, dashboards/METRICS.md and deploy/haproxy_errors
+#   make docs                               writes docs/settings.md, dashboards/METRICS.md, deploy/haproxy_errors and the chart's schema
 #   make install-gpu                         adds the extra [gpu]
 #
 # PYTHON (3.11 or 3.12) makes the virtual environment; pip's own settings decide where packages, and so torch's build, come from.
@@ -30,8 +31,9 @@ EXTRAS-serve :=
 EXTRAS-test := [test]
 EXTRAS-lint := [lint,test]
 EXTRAS-gpu := [gpu]
+EXTRAS-artefacts := [artefacts,test]
 
-.PHONY: serve test test-full coverage quality lint bench clean install-gpu docs pictures
+.PHONY: serve test test-full test-artefacts coverage quality lint bench clean install-gpu docs pictures
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -46,6 +48,10 @@ test: $(VENV)/.installed-test
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-artefacts: export QUARTET_BUILD_OPTIONS ?=
+test-artefacts: $(VENV)/.installed-artefacts
+	$(BIN)/python -m pytest -m artefacts $(PYTEST_ARGS)
 
 # The lines that the tests of `make test` run, children included: half as much CPU again, so not part of it.
 coverage: $(VENV)/.installed-test
@@ -70,6 +76,7 @@ docs: $(VENV)/.installed-serve
 	$(BIN)/python -m tests.support.settings_reference
 	$(BIN)/python -m tests.support.monitoring.metrics_reference
 	$(BIN)/python -m tests.support.edge.haproxy_errors
+	$(BIN)/python -m tests.support.artefacts.values_schema
 
 pictures: $(VENV)/.installed-test
 	$(BIN)/python -m tests.support.stack.live_stack dashboards/pictures

@@ -11,6 +11,7 @@ from pathlib import Path
 from deploy import environment
 from deploy.cli.model_files import check_drafter, check_files
 from deploy.cli.output import Subparsers, command
+from deploy.cli.service_manager import READY, STOPPING, notify
 from deploy.launcher import Launch, handling, interrupt
 from deploy.settings import read_config, read_settings
 from engine.errors import ConfigError, QuartetError
@@ -21,6 +22,8 @@ answers finish within --drain seconds; a second one stops at once. Nothing is le
 
   quartet serve deploy/nano.yaml
   quartet serve deploy/gemma4.yaml --port 9000 --drain 120
+
+systemd is told when it serves and when it drains (deploy/systemd/quartet.service, Type=notify).
 
 exit codes: 0 stopped as asked; 1 it could not start or broke; 2 this machine or config cannot serve it"""
 
@@ -68,8 +71,10 @@ def _run(launch: Launch, drain_s: float) -> int:
             check_files(launch.check(), launch.settings.template)
             launch.start()
             _say(_ready_line(launch))
+            notify(READY)
             launch.watch()
     except KeyboardInterrupt:
+        notify(STOPPING)
         _say("no new requests; open ones may finish. Once more to stop now." if launch.drains else "stopping")
     except ConfigError:
         raise
@@ -87,6 +92,7 @@ def _run(launch: Launch, drain_s: float) -> int:
 
 def _say(line: str) -> None:
     """Prints a line; from the first that cannot be written on (a full disk, a pipe that nobody reads) nothing: serving goes on."""
+    notify(f"STATUS={line}")
     try:
         print(f"quartet: {line}", flush=True)
     except OSError:

@@ -1,0 +1,28 @@
+"""Builds the image by buildah, from Debian's packages alone: no registry of images is asked."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+BASE = "localhost/debian:bookworm-slim"
+SLIM = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "man", "locale")]  # as debian:bookworm-slim is
+
+
+def base_image(archive: Path) -> None:
+    """Makes the image that the Dockerfile begins with. `archive`: a file for it."""
+    subprocess.run(["mmdebstrap", "--quiet", "--variant=apt", *SLIM, "bookworm", str(archive)], check=True, timeout=600)
+    made = subprocess.run(["buildah", "from", "scratch"], check=True, stdout=subprocess.PIPE, text=True, timeout=60).stdout.strip()
+    subprocess.run(["buildah", "add", "--quiet", made, str(archive)], check=True, timeout=300)
+    subprocess.run(["buildah", "commit", "--quiet", "--rm", made, BASE], check=True, timeout=300)
+
+
+def build(name: str, context: Path) -> str:
+    """Builds the CPU image of a checkout, and returns its name. QUARTET_BUILD_OPTIONS has further options of `buildah build`,
+    such as volumes with pip's configuration."""
+    command = ["buildah", "build", "--layers", "--format", "docker", "--network", "host", "--tag", name]
+    command += ["--build-arg", f"BASE={BASE}", "--build-arg", "DEVICE=cpu"]
+    command += shlex.split(os.environ.get("QUARTET_BUILD_OPTIONS", ""))
+    command += ["--file", str(context / "deploy" / "image" / "Dockerfile"), str(context)]
+    subprocess.run(command, check=True, env={**os.environ, "BUILDAH_ISOLATION": "chroot"}, timeout=1800)
+    return name
