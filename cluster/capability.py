@@ -1,6 +1,6 @@
 """What this node has for a group: its GPUs, as CUDA would show them, and FlashInfer's files.
 
-Asks NVML, never torch, so that the replica stays light. What attention runs on them is `cluster.attention_choice`'s.
+Asks NVML and not torch, so that the replica stays light. `cluster.attention_choice` decides which attention runs on them.
 """
 
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Gpu:
-    """One visible device. `index` is NVML's; `capability` the compute capability, (9, 0) for Hopper; memory in bytes."""
+    """One visible device: `index` of NVML, compute capability ((9, 0) is Hopper), memory in bytes."""
 
     index: int
     name: str
@@ -33,25 +33,23 @@ Gpus = tuple[Gpu, ...]
 
 @dataclass(frozen=True)
 class Capability:
-    """The visible GPUs, and what of FlashInfer is installed."""
-
     gpus: Gpus = ()
     flashinfer: FlashInferFiles = field(default_factory=FlashInferFiles)
 
     @property
     def architecture(self) -> ComputeCapability | None:
-        """The least compute capability of the GPUs; None where there are none."""
+        """The lowest compute capability of the GPUs; None without GPUs."""
         return min((gpu.capability for gpu in self.gpus), default=None)
 
 
 def probe(visible: str | None = None) -> Capability:
-    """Returns this node's capability. `visible` stands for CUDA_VISIBLE_DEVICES, which is read when it is None."""
+    """This node's capability. `visible` replaces CUDA_VISIBLE_DEVICES."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
     return Capability(visible_gpus(node_gpus(), named), flashinfer_files())
 
 
 def check_group(capability: Capability, tp: int) -> None:
-    """Raises ConfigError when the GPUs of a group of `tp` ranks, which are the first ones visible, are too few, or differ."""
+    """Raises ConfigError if the first `tp` visible GPUs are too few, or differ."""
     if tp > len(capability.gpus):
         raise ConfigError(f"tp {tp} needs {tp} GPUs on one node; this one shows {len(capability.gpus)}: check num_gpus, tp, device")
     first, *others = capability.gpus[:tp]
@@ -62,7 +60,7 @@ def check_group(capability: Capability, tp: int) -> None:
 
 
 def visible_gpus(gpus: Gpus, named: str | None) -> Gpus:
-    """Returns the devices that `named` (CUDA_VISIBLE_DEVICES) shows, in its order; as in CUDA, an unknown one ends the list."""
+    """The devices of `named` (CUDA_VISIBLE_DEVICES), in its order; as in CUDA, an unknown one ends the list."""
     if named is None:
         return gpus
     shown = []
@@ -75,7 +73,7 @@ def visible_gpus(gpus: Gpus, named: str | None) -> Gpus:
 
 
 def node_gpus() -> Gpus:
-    """Returns every GPU of the node, in NVML's (PCI) order; none where there is no driver, or one that does not answer."""
+    """Every GPU of the node, in NVML's (PCI) order; empty if the driver is missing or does not answer."""
     try:
         pynvml.nvmlInit()
         try:

@@ -1,7 +1,7 @@
 """The child processes of a group: spawn, boot messages, kill, and which exit caused the group's end.
 
-Children are spawned without preexec_fn (it would run Python in the fork of a multi-threaded process) and without a new session (Ray
-kills a dead replica's process group, and that must reach the children). PR_SET_PDEATHSIG fires when the spawning *thread* ends.
+Children are spawned without preexec_fn, which would run Python in the fork of a multi-threaded process, and without a new session:
+when Ray kills a dead replica's process group, that must reach them. PR_SET_PDEATHSIG fires when the spawning *thread* ends.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ Command = Callable[[BootArgs], Sequence[str]]
 
 
 class ExitStatus(NamedTuple):
-    """How a child ended: `code` as Popen has it (a negative one is a signal; None: it still runs), and its last error."""
+    """How a child ended: `code` as in Popen (negative: a signal; None: it runs), and its last error."""
 
     name: str
     code: int | None
@@ -38,7 +38,6 @@ class ExitStatus(NamedTuple):
 
     @property
     def killed(self) -> bool:
-        """A signal ended it: then it is the cause of all that followed."""
         return self.code is not None and self.code < 0
 
     def __str__(self) -> str:
@@ -52,7 +51,7 @@ class ExitStatus(NamedTuple):
 
 
 def root_cause(exits: Iterable[ExitStatus | None]) -> ExitStatus | None:
-    """Returns the cause among `exits`: one ended by a signal, else one that sent an error (user errors first), else any."""
+    """The cause among `exits`: one ended by a signal, else one that sent an error (user errors first), else any."""
     return min(filter(None, exits), key=_less_telling, default=None)
 
 
@@ -62,7 +61,7 @@ def _less_telling(exit_status: ExitStatus) -> tuple[bool, ...]:
 
 
 class Child:
-    """One running child. Not thread-safe, but for `kill` and `wait`, which Popen guards."""
+    """One running child. Not thread-safe, except `kill` and `wait`."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], lifeline: socket.socket) -> None:
         self.name = name
@@ -72,12 +71,12 @@ class Child:
         self._last_error: Failed | None = None
 
     def send(self, message: BootMessage) -> None:
-        """Send a boot message; if the child is gone, its pidfd will tell."""
+        """Sends a boot message. Ignores a child that is gone: its pidfd reports the end."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.lifeline.send(message)
 
     def receive(self, timeout_s: float = 1.0) -> BootMessage | None:
-        """Return the next boot message, within `timeout_s` of its socket being readable; None at the end of its lifeline."""
+        """The next boot message, within `timeout_s` of its socket being readable; None at the end of its lifeline."""
         self.lifeline.sock.settimeout(timeout_s)
         message = self.lifeline.receive()
         if isinstance(message, Failed):
@@ -85,7 +84,7 @@ class Child:
         return message
 
     def exit_status(self) -> ExitStatus | None:
-        """Return how it ended, or the error that it sent; None while it runs without error."""
+        """How it ended, or the error that it sent; None while it runs without error."""
         code = self.process.poll()
         if self.lifeline.sock.fileno() >= 0:  # messages that it may have sent before it ended, up to an error
             with contextlib.suppress(BlockingIOError):
@@ -94,7 +93,7 @@ class Child:
         return None if code is None and self._last_error is None else ExitStatus(self.name, code, self._last_error)
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether it has ended within `timeout_s`."""
+        """Whether it has ended within `timeout_s`."""
         try:
             self.process.wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
@@ -102,23 +101,22 @@ class Child:
         return True
 
     def close(self) -> None:
-        """Close our descriptors of it, once; the process must have ended."""
+        """Closes our descriptors of it, once. The process must have ended."""
         self.lifeline.sock.close()
         os.close(self.pidfd)
 
 
 def child_name(index: int, tp: int) -> str:
-    """Returns the name, in messages, of the process of status record `index`."""
+    """The name, in messages, of the process with status record `index`."""
     return "the core" if index == tp else f"rank {index}"
 
 
 def child_command(args: BootArgs) -> list[str]:
-    """Returns the command line of a real process."""
     return [sys.executable, "-m", _MODULES[args.index == args.tp], msgspec.json.encode(args).decode()]
 
 
 def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], device: str, command: Command) -> Child:
-    """Start one child from a thread that will outlive it. `lifeline` is our end; `descriptors` are those it inherits."""
+    """Starts a child, which ends with the calling thread. `lifeline` is our end; the child inherits `descriptors`."""
     process = subprocess.Popen(
         command(args),
         stdin=subprocess.DEVNULL,
@@ -130,7 +128,7 @@ def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], d
 
 
 def environment(inherited: dict[str, str], device: str) -> dict[str, str]:
-    """Makes a child's environment: it finds our packages, talks to its peers over loopback, and on CPU sees no GPU and one thread.
+    """A child's environment: our packages, loopback for its peers, and on CPU no GPU and one thread.
 
     GPUs are numbered as in NVML, so that ranks use the GPUs that `cluster.capability` examined.
     """
@@ -141,13 +139,12 @@ def environment(inherited: dict[str, str], device: str) -> dict[str, str]:
 
 
 def python_path(inherited: Mapping[str, str]) -> str:
-    """Returns a PYTHONPATH with our packages before what `inherited` has there."""
+    """`inherited` with our packages first."""
     return os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
 
 
 def kill(children: Sequence[Child]) -> list[str]:
-    """Sends all SIGKILL (a stopped or spinning process obeys nothing else) and waits for them, KILL_WAIT_S at most; returns the
-    names of those still running."""
+    """Kills all with SIGKILL, which also ends stopped processes, and waits at most KILL_WAIT_S; returns the names still running."""
     for child in children:
         child.process.kill()
     deadline = time.monotonic() + KILL_WAIT_S

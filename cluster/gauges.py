@@ -1,6 +1,6 @@
-"""What a scrape reads of a group: its processes' records in the status block, as figures of this moment.
+"""The figures of a group for a scrape, from the status records of its processes.
 
-How long a process has owed a step, cluster/health says. What idles is not stalled, however old its progress.
+`cluster.health` measures how long a process has owed a step. An idle process is not stalled.
 """
 
 import time
@@ -12,7 +12,7 @@ from engine.front.client import EngineClient
 
 
 def read_gauges(group: Group, front: EngineClient) -> ScrapeGauges:
-    """Reads the figures of this moment, of the ranks and, last, the core; from any thread."""
+    """The present figures of the ranks and, last, the core; from any thread."""
     statuses = group.status()
     stalled_s = stalls(statuses, Observation(time.monotonic_ns(), waiting=front.waiting_since))
     names = [*map(str, range(len(statuses) - 1)), "core"]

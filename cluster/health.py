@@ -1,10 +1,10 @@
 """Whether a group is alive: a verdict on its status records, and a watcher that asks for it and sees processes end.
 
-    a process ends        its pidfd, at once
-    it is stopped         its heartbeat, written by its lifeline thread every 0.25 s, is too old
-    it hangs in a step    steps are due, and its finished step does not advance
-    the core stalls       ranks have finished a step that it does not commit, or requests wait and it makes no plan
-    ranks differ          the hashes of their states after one step: each goes on from other tokens, so that replies become noise
+a process ends        its pidfd, at once
+it is stopped         its heartbeat, written by its lifeline thread every 0.25 s, is too old
+it hangs in a step    it owes steps, and its finished step does not advance
+the core stalls       ranks have finished a step that it does not commit, or requests wait and it makes no plan
+ranks differ          the hashes of their states after one step differ: they would continue from different tokens
 """
 
 import asyncio
@@ -41,11 +41,12 @@ class Death:
 
 @dataclass(frozen=True)
 class Observation:
-    """The time of a verdict, and what bounds ages; CLOCK_MONOTONIC nanoseconds.
+    """The time of a verdict and its bounds; CLOCK_MONOTONIC nanoseconds.
 
-    since    start of the watcher's uninterrupted watch: ages count from there at the earliest, so that a machine that was suspended
-             is not taken for a hung process
-    waiting  since when at least one request has always been open; None: none is open
+    since    start of the uninterrupted watch. No age is counted from before it, so a machine that was suspended does not
+    look like a
+             hung process
+    waiting  since when at least one request has been open; None: none is open
     """
 
     now: int
@@ -53,14 +54,14 @@ class Observation:
     waiting: int | None = None
 
     def age_s(self, *stamps: int) -> float:
-        """Return the seconds since the latest of `stamps` and `since`."""
+        """Seconds since the latest of `stamps` and `since`."""
         return (self.now - max(self.since, *stamps)) / _NS
 
 
 def verdict(statuses: Statuses, moment: Observation, heartbeat_s: float, step_s: float) -> Death | None:
-    """Returns why the group with these records (ranks, then the core) must end; None: it is healthy. Pure.
+    """Why the group with these records (ranks, then the core) must end; None if it is healthy. Pure.
 
-    `heartbeat_s`: how old a heartbeat may be;   `step_s`: how long a step.
+    `heartbeat_s`, `step_s`: the largest age of a heartbeat and of a step.
     """
     return (
         _diverged(statuses)
@@ -70,11 +71,12 @@ def verdict(statuses: Statuses, moment: Observation, heartbeat_s: float, step_s:
 
 
 def stalls(statuses: Statuses, moment: Observation) -> list[float]:
-    """Returns for how many seconds each process (ranks, then the core) has owed a step; 0.0 if it owes none, however long it idles.
+    """Seconds for which each process (ranks, then the core) has owed a step; 0.0 if it owes none.
 
-    The core owes a commit once all ranks have finished a step, and a plan while requests wait and no plan is out. A rank owes every
-    step that any process has launched, unless the core owes a commit: then the rank may be waiting for masks. The core's time
-    counts from the last progress of any process, or from when requests began to wait.
+    The core owes a commit once all ranks have finished a step, and a plan while requests wait and no plan is out. Its time
+    counts from
+    the last progress of any process, or from when requests began to wait. A rank owes every step that any process has
+    launched, unless the core owes a commit: then the rank may be waiting for masks.
     """
     *ranks, core = statuses
     due = max(status.launched for status in statuses)
@@ -86,7 +88,7 @@ def stalls(statuses: Statuses, moment: Observation) -> list[float]:
 
 
 def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observation) -> float:
-    """Counts from the rank's progress if it has begun a step that is due, else from the rank's or the core's."""
+    """Counts from the rank's own progress if it has begun a step that is due, else from the rank's or the core's."""
     if rank.finished >= due:
         return 0.0
     due_since = 0 if rank.launched > rank.finished else core.progress_ns
@@ -133,10 +135,10 @@ def _names(indices: Sequence[int], statuses: Statuses) -> str:
 
 @dataclass
 class Watcher:
-    """Watches a group from the running loop and calls `on_death(death)` exactly once, unless it is closed first.
+    """Watches a group and calls `on_death(death)` exactly once, unless it is closed first.
 
     waiting     monotonic ns since when requests have been open (EngineClient.waiting_since), or None
-    raylet      process id of the raylet that this replica belongs to: its end is the group's
+    raylet      process id of the raylet of this replica. The group ends with it
     """
 
     group: Group
@@ -149,7 +151,7 @@ class Watcher:
         self._closed = False
 
     def start(self) -> None:
-        """Start to watch; call it on the event loop that is to watch."""
+        """Starts to watch, on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._looked_ns = self._since_ns = time.monotonic_ns()
         for child in self.group.children:
@@ -169,7 +171,7 @@ class Watcher:
         self._watch.callback(self._loop.remove_reader, fd)
 
     def _ended(self) -> None:
-        """React to the end of a child. Unless by a signal, it may only have lost a peer: wait for the others to report."""
+        """A child has ended. Unless a signal ended it, it may only have lost a peer: wait for the others to report."""
         self._watch.close()
         if (death := self._death()).cause == "killed":
             self._die(death)
@@ -177,13 +179,12 @@ class Watcher:
             self._loop.call_later(SETTLE_S, self._settle)
 
     def _settle(self) -> None:
-        """Blame a hung rank, if another gave up waiting for it at about the bound; else what ended."""
+        """Blames a hung rank if another gave up waiting for it at about the bound, else the child that ended."""
         death = self._death()
         hung = None if death.cause == "killed" else self._verdict(_NEARLY)
         self._die(hung or death)
 
     def _death(self) -> Death:
-        """Make the death of a group of which a process ended."""
         cause = root_cause(self.group.exits())
         return Death("killed" if cause and cause.killed else "failed", str(cause or "a process of the group ended"))
 
@@ -197,7 +198,7 @@ class Watcher:
             self._die(death)
 
     def _verdict(self, share: float) -> Death | None:
-        """Return the verdict of this moment, with the bounds times `share`."""
+        """The present verdict, with the bounds times `share`."""
         config = self.group.config
         moment = Observation(time.monotonic_ns(), self._since_ns, self.waiting())
         return verdict(self.group.status(), moment, share * config.heartbeat_timeout_s, share * config.step_timeout_s)
@@ -210,6 +211,6 @@ class Watcher:
         self.on_death(death)
 
     def close(self) -> None:
-        """Stop watching: nothing is called after this. Idempotent; call it before an orderly end."""
+        """Stops watching; nothing is called after this. Idempotent. Call it before an orderly end."""
         self._closed = True
         self._watch.close()

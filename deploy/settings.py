@@ -41,7 +41,7 @@ class DiscoverySettings(FrozenStruct):
     enabled: bool = True
     """list the replicas' exporters for Prometheus"""
     host: Host = "127.0.0.1"
-    """address of the list; if it is none of the head node's, 127.0.0.1"""
+    """address of the list; 127.0.0.1 if the head node does not have it"""
     port: Port = 9464
     """port of the list; if it is taken, a free one"""
 
@@ -50,7 +50,7 @@ class MetricsSettings(FrozenStruct):
     """Where the exporter of each replica listens, and by what it judges."""
 
     host: Host | None = None
-    """address of each replica's exporter; none: that by which Ray knows its node, which is loopback under the CLI"""
+    """address of each replica's exporter; none: the node's address in Ray, which is loopback under the CLI"""
     port: Port = 0
     """port of the exporter; 0: a free one, written to the log and to /health/ready"""
     ttft_objective_s: Duration = 1.0
@@ -64,29 +64,29 @@ class Settings(EngineSettings, kw_only=True):
     """One deployment of one model: these keys, and those of EngineSettings."""
 
     model: Annotated[str, Meta(min_length=1)]
-    """a local folder, a Hugging Face hub id, nano:<member> (trained, beside the code: e2b, 26b-a4b, 31b) or dummy:<member> (a
-    public shape with random weights)"""
+    """a local folder, a Hugging Face hub id, nano:<member> (trained, part of the checkout: e2b, 26b-a4b, 31b) or dummy:<member>
+    (a public shape with random weights)"""
     revision: str | None = None
     """revision of a hub id"""
     served_model_name: Name | None = None
     """what clients call it; none: the last part of `model`"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where NVML shows a GPU to this replica"""
+    """auto: cuda if NVML shows a GPU to this replica"""
     load_format: LoadFormat | None = None
     """dummy: random weights; none: as `model` says"""
     max_queue: Annotated[int, Meta(ge=0)] | None = None
-    """choices that may wait beyond max_seqs; none: 256 or four times max_seqs, if that is more"""
+    """choices that may wait in addition to max_seqs; none: 256, or four times max_seqs if that is more"""
     max_queue_tokens: Count | None = None
-    """prompt tokens that may wait; one prompt always may; none: 32 prompts of max_len"""
+    """prompt tokens that may wait; one prompt is always allowed; none: 32 prompts of max_len"""
     max_tokens: Count | None = None
-    """default of a chat completion; none: what fits"""
+    """default of a chat completion; none: what the context has left"""
     tool_grammar: ToolGrammar = "strict"
-    """what is kept of tool calls that the model begins by itself; strict: names and schemas (of schemas that cannot be kept,
-    names); names; or off: nothing. A tool_choice, and a tool's own strict: true, are always kept"""
+    """what is enforced in tool calls that the model begins by itself; strict: names and schemas (only names for schemas that
+    cannot be enforced); names; off: nothing. A tool_choice, and a tool's own strict: true, are always enforced"""
     chat_template: AbsolutePath | None = None
     """a chat template, on every node with replicas; none: the checkpoint's"""
     thinking: Thinking = "auto"
-    """whether the model thinks where a request does not say; auto: as the chat template has it"""
+    """whether the model thinks if a request does not say; auto: the chat template decides"""
     metrics: MetricsSettings = MetricsSettings()
     limits: LimitSettings = LimitSettings()
     media: MediaSettings = MediaSettings()

@@ -42,8 +42,7 @@ class Mtp(FrozenStruct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     """the drafter, as `model` (Google's: its name and -assistant)"""
     drafts: Literal["auto"] | Annotated[int, Meta(ge=0, le=8)] = "auto"
-    """tokens that the assistant guesses behind each sequence, 0 to 8; auto: what is fastest at the time, by measured step times and
-    how many guesses are right; 0: none"""
+    """draft tokens for each sequence and step; auto: the fastest number, by measured step times and acceptance; 0: none"""
 
 
 class KvEvents(FrozenStruct, kw_only=True, forbid_unknown_fields=True):
@@ -75,15 +74,15 @@ class EngineSettings(FrozenStruct, kw_only=True):
     language_model_only: bool = False
     """leave out encoders of pictures and sound: their memory goes to the KV cache"""
     encoder_host_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
-    """host memory, in bytes of each rank, for encoded pictures and sound that the 256 MiB on its device have no room for: what is
-    shown again is not encoded again; pinned, which may take up to twice as much; what prompts that run are about to read comes on
-    top; 0: none"""
+    """pinned host memory in bytes of each rank for encoder outputs that do not fit the 256 MiB cache on its device, so that a
+    picture or clip that comes again is not encoded again. It may take up to twice as much; outputs of running prompts come in
+    addition; 0: none"""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """share of the device that weights and KV pools may take"""
     pages: tuple[Positive, ...] | None = None
     """pages of each KV group, null page included; none: sized by need"""
     prefix_cache: bool = True
-    """keep the KV pages of prompts and answers for requests that begin alike"""
+    """prefix caching: keep the KV pages of prompts and answers for requests with the same beginning"""
     kv_events: KvEvents = KvEvents()
     policy: Literal["fair", "arrival"] = "fair"
     """who is served when: fair, or arrival (strictly in order)"""
@@ -104,7 +103,7 @@ class EngineSettings(FrozenStruct, kw_only=True):
     """on a GPU, capture steps as CUDA graphs at start and replay them; those with thousands of prompt tokens, and those that report
     logprobs of prompts, run without"""
     debug_pages: bool = False
-    """compare the ranks' page tables with the plans in each step; a violation ends the group"""
+    """compare the ranks' block tables with the plans in each step; a difference ends the group"""
     step_timeout_s: Duration = 60.0
     """a step that makes no progress for so long ends the group"""
     heartbeat_timeout_s: Annotated[float, Meta(ge=0.5)] = 3.0

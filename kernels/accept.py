@@ -1,11 +1,10 @@
-"""Accept drafts, and make a drafter's next inputs: what lies between a step's sampling and a drafter's first pass.
+"""Accepts draft tokens and makes a drafter's next inputs, between the sampling of a step and the first drafting pass.
 
-    sampled   s_0 s_1 .. s_W      s_i is the target's token after the row's input and drafts d_1 .. d_i
-    accepted  s_0 .. s_a          a: the first i with s_i != d_{i+1}, or W; less where an earlier one of them is a stop id, or where
-                                  one has no token
+    sampled   s_0 s_1 .. s_W      s_i is the target's token after the row's input and draft tokens d_1 .. d_i
+    accepted  s_0 .. s_a          a: the first i with s_i != d_{i+1}, or W; less if an earlier one is a stop id or has no token
 
-Equality with the target's own sample is exact at every temperature: the noise of a token is keyed by seed, position and id alone.
-The sequence's length advances by a, and its drafter begins with s_a and the hidden row that gave it.
+Equality with the target's own sample is exact at every temperature: a token's noise depends on seed, position and id only. The
+sequence's length advances by a. Its drafter starts from s_a and the hidden row that gave it.
 """
 
 from typing import NamedTuple
@@ -23,12 +22,12 @@ _COLUMNS = 2048  # of a hidden row copied at once
 
 
 class DraftInputs(NamedTuple):
-    """Of a drafter's n rows, one a sequence, then padding.
+    """A drafter's n rows, one for each sequence, then padding.
 
-    ids        int32 [n]: the last accepted token, whose K and V are not there yet
+    ids        int32 [n]: the last accepted token, whose K and V are not computed yet
     slots      int32 [n]
-    positions  int32 [1 + drafts, n]: of the last K and V, then of the inputs that each draft comes after; -1: padding
-    hidden     [n, m], the row that gave the last token; of padding whatever was there
+    positions  int32 [1 + drafts, n]: of the last K and V, then of the input of each draft token; -1: padding
+    hidden     [n, m], the row that gave the last token; undefined for padding
     """
 
     ids: Tensor
@@ -41,8 +40,8 @@ class Verified(NamedTuple):
     """Sequences of `width` sampled rows each, consecutive.
 
     chosen     int32 [n * width, 2]: each row's token, and its flags, 0 if it has one (`kernels.choose`)
-    ids        int32 [n * width]: the rows' inputs;   slots, positions  int32 [n * width], of them; -1: padding
-    hidden     [n * width, m], that the tokens come of
+    ids        int32 [n * width]: the rows' inputs;   slots, positions  int32 [n * width], of the inputs; -1: padding
+    hidden     [n * width, m], the rows that gave the tokens
     """
 
     chosen: Tensor
@@ -54,11 +53,10 @@ class Verified(NamedTuple):
 
 
 def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: DraftInputs) -> Tensor:
-    """Returns int32 [m], for as many sequences as `out` has rows: how many of each one's sampled tokens are accepted, 1 to width;
-    0: padding.
+    """int32 [m], for each row of `out`: how many of a sequence's sampled tokens are accepted, 1 to width; 0: padding. Fills `out`.
 
-    stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by one less than that. padding: slot of `out`'s rows after the
-    last sequence. Fills `out`.
+    stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by one less than the number accepted. padding: slot of
+    `out`'s rows after the last sequence.
     """
     width, count = rows.width, len(out.ids)
     sequences = len(rows.chosen) // width
@@ -104,7 +102,7 @@ def _accept(
     WIDTH: constexpr, LANES: constexpr, STOPS: constexpr, BLOCK: constexpr, OFFSETS: constexpr, OFFSET_LANES: constexpr,
     HIDDEN: constexpr, COLUMNS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One sequence: the first place at which it ends."""
+    """One sequence: the first position at which it ends."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)

@@ -1,18 +1,17 @@
-"""Logits adjusted before they are sampled, on each rank's own slice of the vocabulary, in place.
+"""Adjusts logits before sampling, on each rank's slice of the vocabulary, in place.
 
     cap           l   <- c tanh(l / c)             the model's own soft cap, of greedy rows too
     bias          l_i <- l_i + b_i                 -inf forbids
-    repetition    l_i <- l_i / r or, below 0, l_i r                     if the prompt has i, or it was generated
+    repetition    l_i <- l_i / r or, below 0, l_i r                     if i is in the prompt or was generated
     presence, frequency  l_i <- l_i - p [n_i > 0] - f n_i               n_i: how often i was generated
     allowed ids, mask    l_i <- -inf                                    where the bit of i is 0
     bad words     l_i <- -inf                      where i would complete one whose other ids were generated just before
 
-Then come stop ids that may not come yet, ids that may never come, temperature and filters (`kernels.sample`). Rows of slots without
-adjustments are left as they are. A NaN stays one, whatever is forbidden: it silences its row.
+Stop ids that may not come yet, ids that may never come, temperature and filters follow (`kernels.sample`). Rows of slots without
+adjustments are unchanged. A NaN stays, even if its id is forbidden: it makes the row fail.
 
-A slot's counts grow by the row's own input before they are read, if the slot was admitted without it: each position is the input
-of one row. Where a slot has several rows, drafts after its input, each row sees the counts as if the inputs up to its own were
-accepted, and none is stored: `count_accepted` stores those that were.
+A row's own input is counted first, if the slot was admitted without it: each position is the input of one row. Rows of draft tokens
+see the counts as if all inputs before them were accepted. These counts are not stored; `count_accepted` stores the accepted ones.
 
 Sources: OpenAI's API reference (presence, frequency, bias); Keskar et al. 2019, arXiv:1909.05858 (repetition).
 """
@@ -36,10 +35,10 @@ _LIMITED, _BAD_WORDS = constexpr(LIMITED), constexpr(BAD_WORDS)
 
 
 def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> SamplingBatch:
-    """logits fp32 [R, n] of ids first .. first + n - 1, before the soft cap: rows to adjust are capped and adjusted in place.
+    """logits fp32 [R, n] of ids first .. first + n - 1, before the soft cap. Caps and adjusts the rows that need it, in place.
 
-    The batch again, with `capped`. The i-th row of a slot takes the i-th mask from its slot's on. `parts`: of the slice, worked on
-    side by side on a GPU.
+    Returns the batch with `capped`. The i-th row of a slot uses the slot's i-th mask. `parts`: parallel parts of the slice
+    on a GPU.
     """
     tables, plan, (rows, n) = batch.adjustments, batch.plan, logits.shape
     assert tables is not None, "nothing says how"
@@ -61,10 +60,10 @@ def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> 
 def count_accepted(
     tables: SlotAdjustments, slots: Tensor, positions: Tensor, inputs: Tensor, accepted: Tensor, first: int
 ) -> None:
-    """Counts each slot's accepted inputs where its drafts were adjusted by `adjust`: once, in this rank's ids from `first` on.
+    """Counts each slot's accepted inputs after `adjust` adjusted its draft tokens: once, in this rank's ids from `first` on.
 
     slots, positions  int32 [n], distinct slots, and of the first input of each; -1: padding
-    inputs            int32 [n, W]: a row's token and its draft tokens;  accepted  int32 [n]: how many of them stand
+    inputs            int32 [n, W]: a row's token and its draft tokens;  accepted  int32 [n]: how many of them are accepted
     """
     (rows, width), n = inputs.shape, tables.counts.shape[1]
     check_contiguous(slots, positions, inputs, accepted)
@@ -118,14 +117,14 @@ def _reference(logits: Tensor, batch: SamplingBatch, tables: SlotAdjustments, pl
 
 
 def _counted(counts: Tensor, ids: list[int], first: int) -> Tensor:
-    """A slot's counts int16 [n] with `ids` generated once more each."""
+    """A slot's counts int16 [n] after each of `ids` was generated once more."""
     here = counts.new_tensor([i - first for i in ids if 0 <= i - first < len(counts)], dtype=torch.int64)
     generated = (counts.int() & MOST_COUNTED).index_add(0, here, torch.ones_like(here, dtype=torch.int32))
     return (generated.clamp(max=MOST_COUNTED) - IN_PROMPT * (counts < 0)).short()
 
 
 def _completing(tables: SlotAdjustments, slot: int, generated: list[int]) -> list[int]:
-    """The last id of each bad word whose others are the last that were generated."""
+    """The last id of each bad word whose other ids were just generated."""
     ends = tables.word_ends[slot].unique().tolist()
     ids = tables.bad_words[slot].tolist()
     words = [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -133,7 +132,7 @@ def _completing(tables: SlotAdjustments, slot: int, generated: list[int]) -> lis
 
 
 def _bits(words: Tensor, first: int, n: int) -> Tensor:
-    """bool [n]: the bits of ids first .. first + n - 1, of int32 words of which the first holds `first`'s."""
+    """bool [n]: the bits of ids first .. first + n - 1. The first int32 word has the bit of `first`."""
     bits = words[:, None].bitwise_right_shift(torch.arange(32, device=words.device)).bitwise_and(1).bool().flatten()
     return bits[first % 32 : first % 32 + n]
 
@@ -143,27 +142,26 @@ def _bits(words: Tensor, first: int, n: int) -> Tensor:
 
 @triton.jit
 def _kept(words, ids, first, live):
-    """Whether the bit of each id is set."""
     word = tl.load(words + (ids // 32 - first // 32), live, 0)
     return ((word >> (ids % 32)) & 1) != 0
 
 
 @triton.jit
 def _capped_finite(x, cap):
-    """The soft cap of all but -inf, which stays."""
+    """The soft cap of all values but -inf, which stays."""
     return tl.where(x == float("-inf"), x, soft_capped(x, cap))
 
 
 @triton.jit
 def _ban(line, entry, here):
-    """-inf at these places, but where there is a NaN."""
+    """-inf at these places, except where there is a NaN."""
     x = tl.load(line + entry, here, 0.0)
     tl.store(line + entry, tl.where(x != x, x, float("-inf")), here)
 
 
 @triton.jit
 def _with_inputs(bits, ids, history, position, index, counted):
-    """Counts of `ids` with the inputs from the slot's first row to this, its `index`-th, at positions that the counts lack."""
+    """Counts of `ids` with the inputs from the slot's first row to its `index`-th, at positions that the counts lack."""
     generated = bits & _MOST
     for back in range(index + 1):
         came = tl.load(history + position - back, position - back >= counted, -1)
@@ -178,7 +176,7 @@ def _adjust(
     N: constexpr, PART: constexpr, CAP: constexpr, BIASES: constexpr, WORD_IDS: constexpr, WORDS: constexpr, MASK_WORDS: constexpr,
     WIDE: constexpr, STEP: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One row's part of this rank's ids; each entry of the counts is read and written by one part alone."""
+    """One row's part of this rank's ids. One part alone reads and writes an entry of the counts."""
     trigger(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * PART

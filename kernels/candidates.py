@@ -1,13 +1,13 @@
-"""The token of a row with a small top_k, after which top_p and min_p may cut further, from a few ids of each rank.
+"""The token of a row with a small top_k, perhaps with top_p and min_p, from a few ids of each rank.
 
     s_i          cap(l_i) / temperature, as in `kernels.sample`; order: s descending, equal values by ascending id
-    candidates   the best SMALL_TOP_K ids of this rank's slice in that order: whatever top_k keeps of all ranks' is among theirs
+    candidates   the best SMALL_TOP_K ids of this rank's slice in that order. They contain all of its ids that top_k keeps
     choose       of all ranks' candidates: the k best, of those what top_p and min_p keep, of those the argmax of s_i + g_i
 
-A slice's best lie in as many blocks, those with the largest values (equal ones: the first blocks): each block before an id's own
-holds one that is before that id. So a pass notes the blocks' largest values, and the next reads the best blocks alone.
+The k best of a slice are in at most k blocks, those with the largest values (equal ones: the first blocks): each block ranked above
+an id's own has an id above it. So one pass records the blocks' largest values, and the next reads the best blocks only.
 
-All ranks choose from the same candidates in the same order. Rows with another top_k, or none, take the way of `kernels.filters`.
+All ranks choose from the same candidates in the same order. `kernels.filters` handles rows with another top_k, or none.
 """
 
 import torch
@@ -28,7 +28,7 @@ CTA_BLOCKS = constexpr(64)
 
 def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """logits fp32 [R, n], as `kernels.choose.local_best` leaves them -> fp32 [R, blocks]: the largest s of every BLOCK_IDS ids.
-    Rows without a small top_k are left out."""
+    Skips rows without a small top_k."""
     (rows, n), parameters = logits.shape, batch.parameters
     check_contiguous(logits)
     blocks = cdiv(n, BLOCK_IDS.value)
@@ -48,7 +48,7 @@ def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) -> Tensor:
     """logits fp32 [R, n] of ids first .. first + n - 1 and their `block_peaks` -> fp32 [R, SMALL_TOP_K, 2]: s and id of a row's
-    candidates, ids ascending; -inf where there are fewer. Rows without a small top_k are left out."""
+    candidates, ids ascending; -inf if there are fewer. Skips rows without a small top_k."""
     (rows, n), (_, blocks), parameters = logits.shape, peaks.shape, batch.parameters
     best = logits.new_empty((rows, SMALL_TOP_K, 2), dtype=torch.float32)
     count = min(SMALL_TOP_K, n)
@@ -70,8 +70,8 @@ def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) 
 
 
 def choose_candidates(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
-    """best fp32 [R, n, 2]: `candidates` of every rank, in their order. Tokens of rows with a small top_k -> chosen int32 [R, 2],
-    and after the rows' inputs; but not where a flag is set."""
+    """best fp32 [R, n, 2]: `candidates` of every rank, in their order. Writes tokens of rows with a small top_k to chosen
+    int32 [R, 2] and after the rows' inputs, except where a flag is set."""
     check_contiguous(best)
     rows, count, _ = best.shape
     if not enabled(best):
@@ -98,7 +98,7 @@ def _has_small_top_k(integers, floats, slot):
 
 @triton.jit
 def scaled_logits(offset, live, capped, row, temperature, cap, CAP: constexpr):
-    """s of a row's logits at `offset`, -inf where one is not live or forbidden."""
+    """s of a row's logits at `offset`, -inf where not live or forbidden."""
     x = tl.load(offset, live, float("-inf"))
     scaled = over_temperature(x, capped, row, temperature, cap, CAP)
     return tl.where(x == float("-inf"), x, scaled)
@@ -106,14 +106,14 @@ def scaled_logits(offset, live, capped, row, temperature, cap, CAP: constexpr):
 
 @triton.jit
 def float_order(x):
-    """fp32 -> int32 in the same order, above -2^31; of such an integer, the bits that it came from."""
+    """fp32 -> int32 in the same order, above -2^31; its own inverse on the bits."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def kth_order(orders, count):
-    """The lowest of the `count` highest, found from its highest bit to its lowest."""
+    """The lowest of the `count` highest, by a search from the highest bit to the lowest."""
     key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
         trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))
@@ -123,7 +123,7 @@ def kth_order(orders, count):
 
 @triton.jit
 def _in_top_k(orders, count):
-    """Which are the `count` highest; of equal ones the first."""
+    """Whether each is among the `count` highest; of equal ones the first."""
     key = kth_order(orders, count)
     over, equal = (orders > key).to(tl.int32), (orders == key).to(tl.int32)
     return (over > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= count - tl.sum(over, 0)))

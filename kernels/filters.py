@@ -4,16 +4,16 @@
     kept     what the three filters keep: upward closed in the order (s descending, id ascending)
     token    argmax of n over kept
 
-Let c be the argmax of n over a set that holds all of kept; first over everything. If c is kept, it is the token. If not, all of
-kept stands above c in that order, and what stands above c is the next set. Whether c is kept needs two sums over what stands
-above it: how many, and their mass. With top_k and top_p both, the mass of the best k is searched for, bit by bit of their lowest
-value. Sets shrink to the few best quickly: of usual rows the first or second c is the token.
+Let c be the argmax of n over a set that contains kept; the first set is all ids. If c is kept, it is the token. If not, all of kept
+is above c in the order, and the ids above c are the next set. Whether c is kept needs two sums over the ids above it: their number
+and their mass. With both top_k and top_p, the mass of the best k is found by a search over the bits of their lowest value. Sets
+shrink to the few best quickly: in usual rows the first or second c is the token.
 
-Only blocks that can matter are read: `scaled_rows` notes of every BLOCK_IDS ids the largest s and the mass, and a row's list holds
-the blocks whose largest s is among the best. It holds all blocks if a row needs more.
+Only blocks that can matter are read. `scaled_rows` records the largest s and the mass of every BLOCK_IDS ids. A row's list has the
+blocks whose largest s is among the best, or all blocks if the row needs more.
 
 A rank does this for its share of the rows: row i * ranks + rank of the batch is its i-th. `write_tokens` takes all ranks' tokens.
-Rows with a small top_k need no whole logits: `kernels.candidates`.
+Rows with a small top_k need no whole logits (`kernels.candidates`).
 """
 
 from typing import NamedTuple
@@ -34,8 +34,8 @@ _TILE = constexpr(128)  # blocks read at once; at least so many are listed
 
 
 class ScaledRows(NamedTuple):
-    """values fp32 [rows, vocabulary]; peaks and masses fp32 [rows, blocks]: of each BLOCK_IDS ids the largest value, and the sum of
-    exp(value - peak). The i-th is row i * ranks + rank of the batch."""
+    """values fp32 [rows, vocabulary]; peaks and masses fp32 [rows, blocks]: the largest value of each BLOCK_IDS ids, and the sum of
+    exp(value - peak). The i-th row is row i * ranks + rank of the batch."""
 
     values: Tensor
     peaks: Tensor
@@ -47,7 +47,7 @@ class ScaledRows(NamedTuple):
 def scaled_rows(logits: Tensor, batch: SamplingBatch, rank: int, vocabulary: int) -> ScaledRows:
     """logits fp32 [ranks, rows, n]: every rank's slice of this rank's rows, as `kernels.choose.local_best` leaves them.
 
-    Rows that do not filter are left out. `batch`: all rows. Columns from `vocabulary` on are nobody's.
+    Skips rows that do not filter. `batch`: all rows. Columns from `vocabulary` on are padding.
     """
     (ranks, rows, n), parameters = logits.shape, batch.parameters
     check_contiguous(logits)
@@ -69,8 +69,8 @@ def scaled_rows(logits: Tensor, batch: SamplingBatch, rank: int, vocabulary: int
 
 
 def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor) -> Tensor:
-    """chosen int32 [R, 2], drawn from everything, of all rows of the batch -> int32 [rows]: the tokens of this rank's rows, which
-    are those of `chosen` where nothing filters."""
+    """chosen int32 [R, 2], unfiltered, of all rows of the batch -> int32 [rows]: this rank's tokens, equal to `chosen` for rows
+    without a filter."""
     values, peaks, masses, rank, ranks = rows
     (count, vocabulary), blocks, parameters = values.shape, peaks.shape[1], batch.parameters
     tokens = chosen.new_empty(count, dtype=torch.int32)
@@ -93,7 +93,7 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor) -> T
 
 
 def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
-    """drawn int32 [>= R], the rows' tokens in order: written to chosen int32 [R, 2] and after each row's input."""
+    """drawn int32 [>= R], the rows' tokens in order, written to chosen int32 [R, 2] and after each row's input."""
     check_contiguous(drawn)
     if enabled(drawn):
         launch(
@@ -109,7 +109,7 @@ def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
 
 
 def _filtering(batch: SamplingBatch, share: ScaledRows) -> tuple[Tensor, Tensor]:
-    """This rank's rows that filter, by their index in its share and in the batch: int64 each."""
+    """This rank's rows that filter, int64: by their index in its share, and in the batch."""
     rows = torch.arange(len(batch.slots), device=batch.slots.device)[share.rank :: share.ranks]
     slots = batch.slots[rows].long()
     temperature, top_p, min_p = batch.parameters.floats[slots].unbind(1)
@@ -122,7 +122,6 @@ def _filtering(batch: SamplingBatch, share: ScaledRows) -> tuple[Tensor, Tensor]
 
 @triton.jit
 def _is_filtered(integers, floats, slot):
-    """Whether a slot's rows are drawn from less than everything."""
     floats += slot * 3
     cuts = (tl.load(integers + slot * 3 + 1) > 0) | (tl.load(floats + 1) < 1.0) | (tl.load(floats + 2) > 0.0)
     return cuts & (tl.load(floats) >= GREEDY)
@@ -154,7 +153,7 @@ def _scale(
 
 @triton.jit
 def _load_blocks(line, listed, start, count, V: constexpr):
-    """(ids, values) [_TILE, BLOCK_IDS] of the blocks that a list of `count` names from `start` on; -inf where there is none."""
+    """(ids, values) [_TILE, BLOCK_IDS] of the blocks that a list of `count` names from `start` on; -inf beyond its end."""
     entry = start + tl.arange(0, _TILE)
     block = tl.load(listed + entry, entry < count, 0)
     ids = block[:, None] * BLOCK_IDS + tl.arange(0, BLOCK_IDS)[None, :]
@@ -163,7 +162,7 @@ def _load_blocks(line, listed, start, count, V: constexpr):
 
 @triton.jit
 def _mass_from(line, listed, count, key, peak, V: constexpr):
-    """Sum of exp(s - peak) over the listed s whose order is at least `key`, and how many they are."""
+    """Sum of exp(s - peak) over the listed s whose order is at least `key`, and their number."""
     mass, members = 0.0, 0
     for offset in range(0, count, _TILE):
         _, x = _load_blocks(line, listed, offset, count, V)
@@ -175,7 +174,7 @@ def _mass_from(line, listed, count, key, peak, V: constexpr):
 
 @triton.jit
 def _kth_key(line, listed, count, k, V: constexpr):
-    """The order of the k-th largest listed value, found from its highest bit to its lowest."""
+    """The order of the k-th largest listed value, by a search from the highest bit to the lowest."""
     key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
         trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))

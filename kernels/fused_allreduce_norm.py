@@ -5,21 +5,21 @@
     h = s * scale                                           the first fused norm: an embedding has no residual and no norm
     x = rms_norm(h; next_norm)
 
-The order of casts is `kernels.norm`'s: each norm is rounded, then the add, then the product.
+The order of casts is that of `kernels.norm`: each norm is rounded, then the sum, then the product.
 
-**Over ranks** (`AllReduceInbox`): a rank writes its part of a row into every peer's inbox, then reads the row's parts from its
-own. The product of few rows writes its part itself (`kernels.linear.linear_send`), and the fused norm begins with reading.
-The data is its own flag: an inbox holds -0.0 where nothing has come, and a part that is -0.0 is written as +0.0 (which no sum over
-ranks can tell apart unless all parts are zero). The reader of a part puts -0.0 back. There is no barrier:
+**Over ranks** (`AllReduceInbox`): a rank writes its part of a row into the inbox of every peer, then reads the parts from its own.
+The product of few rows writes its part itself (`kernels.linear.linear_send`); the fused norm then only reads.
+The data is its own flag. An empty inbox holds -0.0, and a part that is -0.0 is written as +0.0 (the sum is the same unless all
+parts are zero). The reader puts -0.0 back. There is no barrier:
 
     call k     write part k to the peers | wait for all parts k | read them, put -0.0 back | h, x
-    call k+1   is begun after k on every rank, so nobody writes k+1 before its own k has been read whole
+    call k+1   begins after k on every rank, so no rank writes k+1 before it has read all of k
 
-so that one buffer would serve every other call. An inbox has five, two of them for a forward's first two calls, the others by turns
-for the rest: a forward may have any number of calls above two, and two forwards in a row never meet in one buffer.
+So one buffer for every other call would be enough. An inbox has five: two for the first two calls of a forward, and three in turns
+for the rest. So a forward may have any number of calls above two, and two forwards in a row never meet in one buffer.
 
-**Sharded**, for many rows of more than two ranks: rank i sums and norms the rows r with r mod n = i, keeps their residual, and
-writes x to everybody; h in its place where there is no next norm.
+**Sharded**, for many rows on more than two ranks: rank i sums and norms the rows r with r mod n = i, keeps their residual, and
+writes x to all ranks, or h if there is no next norm.
 """
 
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inb
 
 
 class Norms(NamedTuple):
-    """Weights [n] of a fused norm: `post`, of two parts with a norm each (`halves`); `next_norm`: the next pre-norm, None: no x.
-    packs: x may come as `PackedRows`, for a product of packed operands."""
+    """Weights [n] of a fused norm: `post`; with two parts a norm each (`halves`); `next_norm`, or None for no x.
+    packs: x may be `PackedRows`, for a product of packed operands."""
 
     post: Tensor | None
     next_norm: Tensor | None
@@ -55,10 +55,10 @@ class Norms(NamedTuple):
 
 
 class Inbox:
-    """One rank's end of `memories`, one of each rank, which all ranks can write, for `rows` rows at most.
+    """One rank's end of `memories`, one of each rank, which all ranks can write, for at most `rows` rows.
 
-    inbox     this rank's, in words of `dtype`, which are `nothing`, a sign bit alone, where nothing has come
-    pointers  int64 [size], to every rank's, own too
+    inbox     this rank's, in words of `dtype`; an empty word is `nothing`, a sign bit alone
+    pointers  int64 [size], to every rank's, its own too
     """
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, dtype: torch.dtype) -> None:
@@ -69,14 +69,14 @@ class Inbox:
 
     @property
     def empty(self) -> bool:
-        """Whether this rank has read all that came. Asks the device."""
+        """Whether this rank has read all that came. Waits for the device."""
         return bool((self.inbox == self.nothing).all())
 
 
 class AllReduceInbox(Inbox):
-    """One rank's inbox, of `bytes(...)` bytes, for rows of `width` elements at most.
+    """One rank's inbox, of `bytes(...)` bytes, for rows of at most `width` elements.
 
-    errors  int32 [2]: 1 once a peer's part did not come in time; and that time, in milliseconds
+    errors  int32 [2]: 1 once a peer's part did not come in time; that time in milliseconds
     """
 
     sharded_rows = 65  # from which on fused norms are sharded
@@ -91,26 +91,25 @@ class AllReduceInbox(Inbox):
 
     @torch.inference_mode()
     def wait_at_most(self, seconds: float) -> None:
-        """From here on this rank's kernels wait so long for a part: a dead peer is an error, not a hung GPU. Captured ones too."""
+        """Sets how long kernels, captured ones too, wait for a part: a dead peer is an error, not a hung GPU."""
         self.errors[1] = min(int(1000 * seconds), 2**31 - 1)
 
     @property
     def failed(self) -> bool:
-        """Whether a part did not come in time. Asks the device."""
+        """Whether a part did not come in time. Waits for the device."""
         return bool(self.errors[0])
 
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
-        """Bytes of one rank's inbox: in each buffer a part of each rank, and the rows that a sharded fused norm sends."""
+        """Bytes of one rank's inbox: each buffer has a part of each rank, and the rows that a sharded fused norm sends."""
         return BUFFERS * (size + 1) * rows * width * dtype.itemsize
 
     def begin(self) -> "AllReduceInbox":
-        """A forward begins: its calls are numbered from here."""
+        """Begins a forward: its calls are numbered from here."""
         self._calls = 0
         return self
 
     def next_buffer(self) -> int:
-        """Returns the next call's buffer, of BUFFERS."""
         buffer = 3 + self._calls if self._calls < 2 else (self._calls - 2) % 3
         self._calls += 1
         return buffer
@@ -118,7 +117,7 @@ class AllReduceInbox(Inbox):
 
 @dataclass(frozen=True)
 class InboxPart:
-    """A part that its product has written to `buffer` of the inboxes of `peers` itself."""
+    """A part that its product has already written to `buffer` of the peers' inboxes."""
 
     peers: AllReduceInbox
     buffer: int
@@ -133,13 +132,13 @@ def fused_allreduce_norm(
     scale: float = 1.0,
     peers: AllReduceInbox | None = None,
 ) -> tuple[Tensor, Activations | None]:
-    """part [T, n], or [T, 2 n] for two parts side by side -> (h [T, n], x [T, n] or None), in part's dtype.
+    """part [T, n], or [T, 2 n] for two parts -> (h [T, n], x [T, n] or None), in part's dtype.
 
-    part is this rank's with `peers`, else the whole sum; an `InboxPart` has its own, a residual and one branch. Without `peers` it
-    may be [parts, T, n], which the fused norm adds (`kernels.linear.linear_parts`); then the dtype is the residual's.
+    With `peers`, part is this rank's; otherwise it is the whole sum. An `InboxPart` has its own peers, a residual and one branch.
+    Without `peers`, part may be [parts, T, n] (`kernels.linear.linear_parts`), which are added; the dtype is then the residual's.
     residual [T, n]; None: the first fused norm, h = s * scale. scalar [1].
-    Where peers shard the rows, h holds this rank's rows only, and the next fused norm must be given it as it is; x is all of h if
-    there is no next norm.
+    If peers shard the rows, h has this rank's rows only, and the next fused norm must get it unchanged; x is all of h if there is
+    no next norm.
     """
     buffer, stages = 0, _ONE_SHOT
     if isinstance(part, InboxPart):
@@ -183,7 +182,7 @@ def _launch(
     buffer: int,
     stages: tuple[bool, ...] = _ONE_SHOT,
 ) -> None:
-    """`stages` of the kernel that are run: not all where the product has sent the part; one by one by the interpreter, which runs
+    """Runs some `stages` of the kernel: not all if the product has sent the part; one by one under the interpreter, which runs
     ranks one after the other."""
     rows, n = h.shape
     size, inbox_rows, width = (1, 0, 0) if peers is None else (peers.size, peers.rows, peers.width)
@@ -202,8 +201,8 @@ def _launch(
 
 
 def row_warps(n: int, dtype: torch.dtype) -> int:
-    """No more than a row has words for: of two warps that poll the same word one may see it come, and go on with what the other
-    read before."""
+    """At most one warp for each warp's worth of words: if two warps polled the same word, one could read it before the other
+    saw it."""
     words = next_power_of_2(n) * dtype.itemsize // 4
     return max(1, min(8 if n > 2048 else 4, words // 32))
 
@@ -231,7 +230,7 @@ def hidden(total, post, residual, scalar, scale, N: constexpr, eps, dtype: const
 
 @triton.jit
 def inboxes_of(pointers, dtype: constexpr, SIZE: constexpr):
-    """Pointers to the inboxes of SIZE ranks. They are constant: a kernel reads them before its wait."""
+    """Pointers to the inboxes of SIZE ranks. They are constant, so a kernel reads them before its PDL wait."""
     inboxes: tl.tuple = ()
     for peer in tl.static_range(SIZE):
         inboxes += (tl.multiple_of(tl.load(pointers + peer), 16).to(tl.pointer_type(dtype)),)
@@ -240,7 +239,8 @@ def inboxes_of(pointers, dtype: constexpr, SIZE: constexpr):
 
 @triton.jit
 def send(bits, inboxes, offset, lane, live, SIZE: constexpr, EMPTY: constexpr):
-    """Write bits to elements `offset + lane` of every rank's inbox; apart, so that the lanes' offsets stay 32 bits wide."""
+    """Writes bits to elements `offset + lane` of every rank's inbox. `offset` is separate, so that the lanes' offsets stay
+    32 bits wide."""
     sent = without_negative_zero(bits, EMPTY)
     for peer in tl.static_range(SIZE):
         tl.store(inboxes[peer] + offset + lane, sent, live)
@@ -248,8 +248,8 @@ def send(bits, inboxes, offset, lane, live, SIZE: constexpr, EMPTY: constexpr):
 
 @triton.jit
 def _negative_zeros(bits, EMPTY: constexpr):
-    """EMPTY's bits where a value is -0.0, else none. EMPTY is the sign bit of each value that `bits` hold: one, or two of 16 bits,
-    each of which is -0.0 if its sign is set and the rest, all ones added, carries nothing into it."""
+    """EMPTY's bits where a value is -0.0, else 0. EMPTY is the sign bit of each value in `bits`: one value, or two of 16 bits.
+    A value is -0.0 if its sign is set and adding all ones to the rest does not carry into the sign."""
     return bits & EMPTY & ~((bits & ~EMPTY) + ~EMPTY)
 
 
@@ -261,8 +261,8 @@ def without_negative_zero(bits, EMPTY: constexpr):
 
 @triton.jit
 def polled(polls, deadline, errors):
-    """Both after one more poll. `deadline`, of `now`, is 0 before the first look and below 0 once the wait is over. It looks every
-    millisecond or so, at the time, and at the error flag: where a call has failed already, this one has waited enough."""
+    """(now, deadline) after one more poll. `deadline` is 0 before the first look and negative once the wait is over. About every
+    millisecond it reads the clock and the error flag: after a failed call nothing waits any more."""
     LOOK: constexpr = 1 if INTERPRET else 1024
     polls += 1
     if polls % LOOK == 0:
@@ -275,7 +275,7 @@ def polled(polls, deadline, errors):
 
 @triton.jit
 def _parts(inbox, offset, lane, live, STRIDE: constexpr, COUNT: constexpr):
-    """COUNT parts of a row as they are now, in words."""
+    """COUNT parts of a row in their present state, in words."""
     parts: tl.tuple = ()
     for rank in tl.static_range(COUNT):
         parts += (tl.load(inbox + offset + rank * STRIDE + lane, live, 0, volatile=True),)
@@ -284,7 +284,7 @@ def _parts(inbox, offset, lane, live, STRIDE: constexpr, COUNT: constexpr):
 
 @triton.jit
 def _missing(parts, COUNT: constexpr, EMPTY: constexpr):
-    """Whether something of them has not come."""
+    """Whether a word of them has not come."""
     absent = _negative_zeros(parts[0], EMPTY)
     for rank in tl.static_range(1, COUNT):
         absent |= _negative_zeros(parts[rank], EMPTY)
@@ -293,7 +293,7 @@ def _missing(parts, COUNT: constexpr, EMPTY: constexpr):
 
 @triton.jit
 def _receive(inbox, offset, lane, live, errors, STRIDE: constexpr, COUNT: constexpr, EMPTY: constexpr):
-    """COUNT parts of a row in words, once all have come; the inbox is empty again after it."""
+    """Waits for COUNT parts of a row and returns their words; empties the inbox."""
     parts = _parts(inbox, offset, lane, live, STRIDE, COUNT)
     missing, polls, deadline = _missing(parts, COUNT, EMPTY), 0, tl.full((), 0, tl.int64)
     while (missing > 0) & (deadline >= 0):
@@ -309,7 +309,7 @@ def _receive(inbox, offset, lane, live, errors, STRIDE: constexpr, COUNT: conste
 
 @triton.jit
 def _sum(parts, COUNT: constexpr, dtype: constexpr):
-    """Their sum in rank order, added in fp32, rounded to `dtype`."""
+    """Sum of parts in rank order, in fp32, rounded to `dtype`."""
     if dtype == tl.float32:
         total = parts[0].to(tl.float32, bitcast=True)
         for rank in tl.static_range(1, COUNT):

@@ -1,16 +1,16 @@
 """Where every Triton kernel starts: its options, programmatic dependent launch, a count of late compilations.
 
-Programmatic dependent launch (PDL, from sm_90 on): a kernel's CTAs may start while the kernel before it still runs. A kernel
+Programmatic dependent launch (PDL, from sm_90 on): the CTAs of a kernel may start while the kernel before it still runs. A kernel
 that takes part declares `PDL: constexpr` and calls
 
-    wait(PDL)      blocks until all kernels before it in the stream have ended and their writes are visible. Whatever is not
-                   constant (activations, tables, lengths) is read after it, and every CTA executes it before its end: then
-                   completion is transitive, and a kernel may rely on any earlier one. After one that triggers after its own
-                   wait, a kernel may read before it what was written before that one (`kernels.verify`)
+    wait(PDL)      blocks until all kernels before it in the stream have ended and their writes are visible. A kernel reads whatever
+                   is not constant (activations, tables, lengths) after it. Every CTA calls it before its end, so completion is
+                   transitive and a kernel may rely on any earlier one. If the kernel before triggers after its own wait, the next
+                   may read, before its wait, what was written before that kernel (`kernels.verify`)
     trigger(PDL)   the next kernel may start once every CTA of this one has called it or ended
 
-A kernel that does not declare `PDL` is launched without the attribute, so that it cannot end before its predecessors. Under
-TRITON_INTERPRET=1, and on GPUs below sm_90, `PDL` is False and both do nothing.
+A kernel without `PDL` is launched without the attribute, so that it cannot end before its predecessors. Under TRITON_INTERPRET=1,
+and on GPUs below sm_90, `PDL` is False and both do nothing.
 """
 
 import time
@@ -31,12 +31,12 @@ INTERPRET = constexpr(triton.knobs.runtime.interpret)
 
 
 def cdiv(n: int, by: int) -> int:
-    """n / by, rounded up; Triton's function of this name takes ten times as long."""
+    """n / by, rounded up; Triton's function of this name is ten times slower."""
     return -(-n // by)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of 2 that is not below n; 1 for 0."""
+    """The least power of 2 that is at least n; 1 for 0."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -96,14 +96,14 @@ PendingTensor = Callable[[], Tensor]  # makes the current stream wait for it, an
 
 
 def enabled(x: OnDevice) -> bool:
-    """Whether Triton kernels take `x`, outside `plain_torch`: it is on a GPU, the interpreter is on, or launches are only listed
-    and it is on meta."""
+    """Whether Triton kernels take `x` (not in `plain_torch`): it is on a GPU, the interpreter is on, or launches are only
+    listed and it is on meta."""
     return not _launcher.plain and (x.is_cuda or INTERPRET.value or (x.is_meta and _launcher.target is not None))
 
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Inside the `with` all ops run in plain torch."""
+    """All ops inside the `with` run in plain torch."""
     _launcher.plain = True
     try:
         yield
@@ -112,13 +112,13 @@ def plain_torch() -> Iterator[None]:
 
 
 def check_contiguous(*tensors: Tensor | None) -> None:
-    """Kernels see bare pointers: AssertionError unless each tensor's elements are contiguous."""
+    """AssertionError unless each tensor is contiguous: kernels get bare pointers."""
     for x in tensors:
         assert x is None or x.is_contiguous(), (x.shape, x.stride())
 
 
 def shared_memory(x: OnDevice) -> int:
-    """Bytes of shared memory that a block may have on `x`'s GPU, or on the recorder's target; an H200's under the interpreter."""
+    """Bytes of shared memory of a block on `x`'s GPU or the recorder's target; an H200's under the interpreter."""
     target = _device_capability(x.device.index) if x.is_cuda else _launcher.target or (9, 0)
     return _SHARED.get(target, 101376)
 
@@ -142,15 +142,15 @@ def launch(
 
 
 def compiler_options(choices: dict[str, Any]) -> dict[str, Any]:
-    """A launch's options in Triton's words; `registers` are a thread's at most. Multiplications and additions are fused whatever
-    Triton's default is: from 3.9 on it warns that its own will change."""
+    """A launch's options in Triton's words; `registers`: the most a thread may use. Multiply-adds are always fused, because
+    from 3.9 on Triton warns that its default will change."""
     options = {"num_warps": choices["warps"], "num_stages": choices["stages"], "maxnreg": choices["registers"]}
     return {**options, "launch_pdl": choices.get("PDL", False), "enable_fp_fusion": True}
 
 
 def beside(run: Callable[[], Tensor], x: OnDevice) -> PendingTensor:
-    """Runs `run`, which reads `x`, on a second stream of x's GPU, with the current one's priority, after all that it has
-    launched; on a CPU here and now. Returns its result, to be called before `x` is freed."""
+    """Runs `run`, which reads `x`, on a second stream of x's GPU after all launches so far, with the same priority; on a CPU
+    at once. Returns a function that gives its result. Call it before `x` is freed."""
     if not x.is_cuda:
         result = run()
         return lambda: result
@@ -167,7 +167,7 @@ def beside(run: Callable[[], Tensor], x: OnDevice) -> PendingTensor:
 
 
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; those of the recorder's target where launches are only listed, 1 on a CPU."""
+    """Streaming multiprocessors of a GPU, or of the recorder's target if launches are only listed; 1 on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return _launcher.processors if device.type == "meta" else 1
@@ -175,9 +175,9 @@ def processors(device: torch.device) -> int:
 
 @contextmanager
 def recorded(recorder: Callable[..., None], target: tuple[int, int] | None, processors: int) -> Iterator[None]:
-    """Inside the `with` each launch calls `recorder` with its kernel, grid, arguments, and constexprs with options. With a `target`
-    (compute capability) none is started, and ops called on tensors of the meta device choose kernels, tiles and grids as they would
-    on such a GPU of so many streaming multiprocessors. AssertionError inside another recorder's `with`."""
+    """Each launch inside the `with` calls `recorder` with its kernel, grid, arguments, and constexprs with options. With a `target`
+    (compute capability) no kernel starts, and ops on tensors of the meta device choose kernels, tiles and grids as on such a
+    GPU with that many streaming multiprocessors. AssertionError inside another recorder's `with`."""
     assert _launcher.recorder is None, "a recorder is active"
     _launcher.recorder, _launcher.target, _launcher.processors = recorder, target, processors
     try:
@@ -187,12 +187,12 @@ def recorded(recorder: Callable[..., None], target: tuple[int, int] | None, proc
 
 
 def ready() -> None:
-    """From here on a compilation stalls requests: it is counted by `late_compilations`."""
+    """Starts to count late compilations: from here on they stall requests."""
     _launcher.ready = True
 
 
 def late_compilations() -> int:
-    """Variants first needed after `ready`: each stalled a step by up to seconds. 0 in a warmed process."""
+    """Variants compiled after `ready`. Each stalled a step by up to seconds. 0 in a warmed process."""
     return _launcher.late
 
 

@@ -1,8 +1,8 @@
-"""Compile kernels before their first launch, on a machine without a GPU or in other processes than the one that launches them.
+"""Compiles kernels before their first launch, without a GPU or in other processes than the one that launches them.
 
-`listed(target)` lists the launches of what runs inside it and starts none: ops called on tensors of the meta device choose
-kernels, tiles and grids as they would on a GPU of that compute capability. `precompile` compiles a listed launch into Triton's
-cache on disk under the key that the launch will look up: a process that launches it loads it in milliseconds.
+`listed(target)` lists the launches inside it and starts none: ops on tensors of the meta device choose kernels, tiles and grids as
+on a GPU of that compute capability. `precompile` compiles a listed launch into Triton's cache on disk, under the key that
+the launch will look up. A process that launches it loads it in milliseconds.
 """
 
 from collections.abc import Hashable, Iterator
@@ -25,10 +25,11 @@ from kernels.launch import INTERPRET, compiler_options, recorded
 
 @dataclass(frozen=True)
 class ListedLaunch:
-    """One launch: the kernel's name, its grid, its constexprs and options; and what Triton compiles the kernel for.
+    """One launch: the kernel's name, its grid, its constexprs and options, and the key of its compilation.
 
-    specialization  of each parameter its type in Triton's words and what else of it is compiled in: of "constexpr" the value, of
-                    others "D" where it is divisible by 16;  empty under the interpreter
+    specialization  of each parameter its type in Triton's words and what is compiled in: of "constexpr" the value, of others
+    "D" if it
+                    is divisible by 16;  empty under the interpreter
     """
 
     kernel: str
@@ -39,13 +40,14 @@ class ListedLaunch:
 
     @property
     def variant(self) -> Hashable:
-        """Tells the compiled kernel that it needs from others."""
+        """Identifies the compiled kernel that it needs."""
         return self.function, self.specialization, *compiler_options(self.constexprs).values()
 
 
 def set_cache_keys() -> None:
-    """Set Triton's keys of all our functions, in one order: a key has the globals of a called function only if that had its own
-    before (`triton.runtime.jit.DependenciesFinder`), and what one process compiles another would not find."""
+    """Sets Triton's cache keys of all our functions in one order. A key includes the globals of a called function only if
+    that one's key
+    was set before (`triton.runtime.jit.DependenciesFinder`); otherwise one process would not find what another compiled."""
     for module in sorted(iter_modules(kernels.__path__), key=attrgetter("name")):
         for function in vars(import_module(f"kernels.{module.name}")).values():
             if isinstance(function, JITFunction):
@@ -54,15 +56,15 @@ def set_cache_keys() -> None:
 
 @contextmanager
 def listed(target: tuple[int, int] | None = None, processors: int = 132) -> Iterator[list[ListedLaunch]]:
-    """Lists the launches made inside the `with`, in order; with a `target` (compute capability, and streaming multiprocessors) they
-    are not started."""
+    """Lists the launches made inside the `with`, in order. With a `target` (compute capability and streaming
+    multiprocessors) no kernel starts."""
     launches: list[ListedLaunch] = []
     with recorded(lambda *launched: launches.append(_listed(*launched)), target, processors):
         yield launches
 
 
 def precompile(launch: ListedLaunch, target: tuple[int, int]) -> Any:
-    """Triton's compiled kernel of the launch for a GPU of compute capability `target`; memory counts as 16-byte aligned, as torch
+    """Triton's compiled kernel of the launch for compute capability `target`; memory counts as 16-byte aligned, as torch
     allocates it."""
     major, minor = target
     gpu, function = GPUTarget("cuda", 10 * major + minor, 32), launch.function
@@ -79,5 +81,5 @@ def _listed(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], choices: 
 
 @cache
 def _binder(kernel: Any) -> Any:
-    """What Triton's own launch begins with: from arguments to what is compiled in of them."""
+    """Triton's first step of a launch: from arguments to what is compiled in."""
     return create_function_from_signature(kernel.signature, kernel.params, BaseBackend)

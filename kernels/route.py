@@ -24,8 +24,8 @@ _TILES = ((32, 64, 128, 4, 3), (64, 64, 64, 4, 3))  # to 4096 rows, above: rows,
 
 
 def router_parts(proj: Tensor, scale: Tensor) -> Tensor:
-    """proj fp32 [experts, n], scale fp32 [n] -> bf16 [3, experts, n]: what multiplies a normed row, cut into parts that add up to
-    every bit of fp32. A product of bf16 by bf16 is exact in fp32."""
+    """proj fp32 [experts, n], scale fp32 [n] -> bf16 [3, experts, n]: the factor of a normed row, cut into parts whose sum
+    has every bit of fp32. A product of bf16 by bf16 is exact in fp32."""
     left, parts = proj * scale * proj.shape[1] ** -0.5, []
     for _ in range(3):
         parts.append(left.bfloat16())
@@ -76,13 +76,13 @@ def route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor,
 
 @triton.jit
 def _variance_scale(values, eps, N: constexpr):
-    """What rms_norm multiplies a row with; zeros after N."""
+    """The factor of rms_norm for a row; zeros after N."""
     return tl.rsqrt(tl.sum(values * values, 0) / N + eps)
 
 
 @triton.jit
 def _norm_row(h, factor, x, row, T, eps, N: constexpr):
-    """What the experts read of a row, if it is below T. factor: fp32, the norm's weight, zeros after N."""
+    """The experts' input of a row below T. factor: fp32, the norm's weight, zeros after N."""
     lane = tl.arange(0, factor.shape[0])
     live = (lane < N) & (row < T)
     offset = row.to(tl.int64) * N + lane
@@ -95,7 +95,7 @@ def _logits(
     h, parts, norm, logits, x, T, eps,
     N: constexpr, EXPERTS: constexpr, SHARES: constexpr, ROWS: constexpr, WIDTH: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """The first SHARES CTAs of a group of ROWS rows have WIDTH experts each, the other ROWS a row's x."""
+    """The first SHARES CTAs of a group of ROWS rows compute WIDTH experts each, the other ROWS a row's x."""
     trigger(PDL)
     share, first = tl.program_id(0), tl.program_id(1) * ROWS
     lane = tl.arange(0, BLOCK)
@@ -124,9 +124,10 @@ def _many_logits(
     N: constexpr, EXPERTS: constexpr, SHARES: constexpr, ROWS: constexpr, WIDTH: constexpr, TURN: constexpr, BLOCK: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
-    """The first CTAs have the scores of ROWS rows by WIDTH experts each, the others a row's x.
+    """The first CTAs compute the scores of ROWS rows by WIDTH experts each, the others a row's x.
 
-    bf16 rows are exact operands, and so are the weights' parts."""
+    bf16 rows are exact operands, and so are the weights' parts.
+    """
     trigger(PDL)
     tiles = (T + ROWS - 1) // ROWS * SHARES
     program = tl.program_id(0)

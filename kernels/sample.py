@@ -35,7 +35,7 @@ def cap(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def mask(logits: Tensor, ids: Tensor, first: int) -> Tensor:
-    """logits [R, n] are those of ids first .. first + n - 1; ids int64 [R, m], negative: none -> -inf where forbidden."""
+    """-inf at forbidden ids. logits [R, n] of ids first .. first + n - 1; ids int64 [R, m], negative: none."""
     local = ids - first
     hit = (ids >= 0) & (local >= 0) & (local < logits.shape[1])
     ceiling = torch.where(hit, -torch.inf, torch.inf).to(logits.dtype)
@@ -74,7 +74,7 @@ def keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
 
 @triton.jit
 def _mix(x):
-    """A bijection of [0, 2^32) that spreads every bit, of uint32 or int64, which no product leaves: its factors lie below 2^31."""
+    """A bijection of [0, 2^32) that spreads every bit. uint32 or int64, which no product exceeds: its factors are below 2^31."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return x ^ (x >> 15)
@@ -82,7 +82,7 @@ def _mix(x):
 
 @triton.jit
 def noise_key(seed, position):
-    """int64, what `hash32` mixes ids with."""
+    """int64 key that `hash32` mixes with ids."""
     key = _mix(seed & 0xFFFFFFFF)
     key = _mix(key ^ ((seed >> 32) & 0xFFFFFFFF) ^ 0x5BD1E995)
     return _mix(key ^ (position & 0xFFFFFFFF) ^ 0x27D4EB2F)
@@ -90,8 +90,8 @@ def noise_key(seed, position):
 
 @triton.jit
 def gumbel_noise(key, ids):
-    """`gumbel` of a `noise_key`, hashed in 32 bits: int64 takes longer. -log1p(-v) by its series where 1 - v would round the small
-    v away: they decide the argmax."""
+    """`gumbel` of a `noise_key`, hashed in 32 bits, which is faster than int64. -log1p(-v) by its series where 1 - v would round a
+    small v away: small v decide the argmax."""
     hashed = _mix(_mix(ids.to(tl.uint32) + key.to(tl.uint32)) ^ _mix(key ^ 0x165667B1).to(tl.uint32))
     v = tl.minimum((hashed.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))
@@ -106,7 +106,7 @@ def soft_capped(x, cap):
 
 @triton.jit
 def over_temperature(x, capped, row, temperature, cap, CAP: constexpr):
-    """Logits x of a row, soft-capped unless `capped` says that they are, over its temperature."""
+    """Logits x of a row, soft-capped unless `capped`, divided by temperature."""
     scaled = soft_capped(x, cap) / temperature if CAP else x / temperature
     if capped is not None:
         scaled = tl.where(tl.load(capped + row) != 0, x / temperature, scaled)

@@ -1,7 +1,5 @@
-"""What the sampling kernels read: the rows of a step that sample, and the tables of all slots that say how.
-
-Tables lie in the order in which kernels take them.
-"""
+"""The inputs of the sampling kernels: the rows of a step that sample, and the tables of all slots, in the order of the kernels'
+arguments."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,17 +21,17 @@ class SlotParameters(NamedTuple):
 
 
 class SlotAdjustments(NamedTuple):
-    """What is done to each slot's logits before they are sampled, on a rank that has those of ids first .. first + n - 1.
+    """The adjustments of each slot's logits, on a rank with ids first .. first + n - 1.
 
     flags       int32 [slots]: BIASED | PENALIZED | LIMITED | BAD_WORDS, which of the next four kinds of tables count; 0: none
     bias_ids    int32 [slots, m], -1: none;  bias  fp32 [slots, m]
     penalties   fp32 [slots, 3]: repetition, presence, frequency
-    counts      int16 [slots, n] of each id: how often it was generated, below 2^15; and 2^15 (the sign) if the prompt has it
+    counts      int16 [slots, n] of each id: how often it was generated, below 2^15; plus 2^15 (the sign) if the prompt has it
     starts      int32 [slots, 2]: the first generated position; the first that `counts` lacks when the slot is admitted
     allowed     int32 [slots, words]: bit id % 32 of word id // 32 - first // 32 says whether the id may come
-    bad_words   int32 [slots, ids], one word's ids after the other's;  word_ends  int32 [slots, m], rising, then repeated
+    bad_words   int32 [slots, ids], the words' ids in a row;  word_ends  int32 [slots, m], rising, then repeated
     masks       int32 [n, words], as `allowed`, of some rows of one step, those of a slot consecutive
-    mask_rows   int32 [slots, 2]: the step of a slot's masks, by the low word of its number, and the first's row in `masks`
+    mask_rows   int32 [slots, 2]: the step of a slot's masks, by the low word of its number, and its first row in `masks`
     """
 
     flags: Tensor
@@ -51,17 +49,17 @@ class SlotAdjustments(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """R rows that sample, and the tables of all slots that say how.
+    """R rows that sample, and the tables of all slots.
 
     slots, positions  int32 [R], of each row's input; position -1: a padding row
-    width             rows of a slot, consecutive: its input and drafts
+    width             rows of a slot, consecutive: its input and draft tokens
     parameters        of every slot
     tokens            int32 [slots, max_len + 1]: a row's token is written after its input
     suppress          int32 [m]: ids that no row may give
-    softcap           of the logits; None: they have none
+    softcap           of the logits, or None
     adjustments       of every slot; None: no row's logits are adjusted
-    plan              int32, the step's plan on the device; None where nothing is adjusted;   step: where it has its step's low word
-    capped            int32 [R], 1: the row's logits are soft-capped already, because they are adjusted; None: no row's are
+    plan              int32, the step's plan on the device, None without adjustments;   step: the index of its step's low word
+    capped            int32 [R], 1: the row is adjusted, so its logits are soft-capped already; None: no row is
     """
 
     slots: Tensor

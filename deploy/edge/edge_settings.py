@@ -22,8 +22,8 @@ class LimitSettings(FrozenStruct):
     """What one request may ask for, and how much of all there may be at once; beyond it the answer is a 4xx before any work."""
 
     hosts: tuple[Host, ...] | None = None
-    """names in the Host header that are answered to, without ports; none: loopback's and that of http_options where the launcher
-    starts Serve, there are no API keys and the address is no wildcard, any elsewhere"""
+    """accepted names of the Host header, without ports; none: loopback and the host of http_options if the launcher starts Serve,
+    there are no API keys and the address is not a wildcard; otherwise any"""
     cors_origins: tuple[Origin, ...] = ()
     """origins of web pages that may use the API, as https://page.example:8443; "*": all"""
     proxies: tuple[str, ...] = ()
@@ -40,25 +40,25 @@ class LimitSettings(FrozenStruct):
     min_priority: Annotated[int, Meta(ge=-INT32_MAX, le=0)] = 0
     """most urgent `priority` of a request; lower numbers are served first"""
     isolate_cache: bool | None = None
-    """requests share cached prefixes only with those of the same API key's holder, or without keys of the same Authorization
-    header; none: where there are API keys"""
+    """requests share cached prefixes only within the same API key's holder, or without keys within the same Authorization header;
+    none: true if there are API keys"""
     request_timeout_s: Duration = 600.0
     """deadline of one request, from its head to its last byte"""
     queue_timeout_s: Duration = 35.0
-    """a request that has not begun by then is refused with 429; with the 20 s that its grammar may wait for a check it is less than
-    the 60 s after which proxies give up"""
+    """a request that has not started by then gets 429. Together with the 20 s for the check of a grammar it stays below the 60 s
+    after which proxies give up"""
     requests: Annotated[int, Meta(ge=16, le=INT32_MAX)] = 4096
     """requests of any kind that a replica may have at once; more get 429"""
     uploads: Count = 512
-    """bodies that may be on their way at once, of which a client has half at most; one more gets 429 before it is sent"""
+    """bodies that may be uploaded at once; a client may have half of them; one more gets 429 before it is sent"""
     upload_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
-    """bytes of bodies that are on their way or not yet parsed and, apart from them, of media until they are decoded; a client has
-    half at most; one more gets 429 before it is sent; at least body_bytes"""
+    """bytes of bodies that are uploaded or not yet parsed and, counted separately, of media until they are decoded; a client may
+    have half; one more gets 429 before it is sent; at least body_bytes"""
     write_timeout_s: Duration = 30.0
     """a client that takes no byte for so long is dropped"""
     comment_s: Annotated[float, Meta(ge=0)] = 0.0
-    """a stream that is silent for so long sends its headers, if it has not, and a comment line, for proxies that end silent
-    answers; a refusal after that is an error event, no 429; 0: never"""
+    """after so many silent seconds a stream sends its headers and a comment line, for proxies that end silent answers; a refusal
+    after that is an error event instead of a 429; 0: never"""
 
     def __post_init__(self) -> None:
         if self.body_bytes > self.upload_bytes:
@@ -73,7 +73,7 @@ class MediaSettings(FrozenStruct):
     max_media: Annotated[int, Meta(ge=0, le=1024)] = 32
     """images, videos and clips of a request"""
     max_soft_tokens: SoftTokens = 1120
-    """tokens that an image may have; who asks for more gets these"""
+    """largest number of tokens of an image; a larger request is lowered to it"""
     pixels: Annotated[int, Meta(ge=1 << 16, le=1 << 28)] = 25_000_000
     """pixels of an image, or of a video's frame, before it is resized"""
     audio_seconds: Annotated[float, Meta(gt=0, le=1000)] = 900.0
@@ -81,10 +81,10 @@ class MediaSettings(FrozenStruct):
     video_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 3600.0
     """seconds of a video in a container"""
     waiting_bytes: Annotated[int, Meta(ge=1 << 20)] = 2 << 30
-    """bytes of decoded media that may wait for their prefill; one request always may"""
+    """bytes of decoded media that may wait for their prefill; one request is always allowed"""
     fetch: tuple[Host, ...] = ()
-    """hosts that media are fetched from by http(s), besides data: URLs; "*": any at a public address, while a host that is named
-    may be inside"""
+    """hosts from which media are fetched by http(s), in addition to data: URLs; "*": any host with a public address; a host that
+    is named may have a private one"""
     fetch_bytes: Annotated[int, Meta(ge=1024, le=1 << 28)] = 24 << 20
     """bytes of a file that is fetched"""
     fetch_timeout_s: Annotated[float, Meta(gt=0, le=100)] = 10.0
@@ -154,6 +154,6 @@ class TracingSettings(FrozenStruct):
     """OTLP over HTTP, whole: http://host:4318/v1/traces; keys by OTEL_EXPORTER_OTLP_HEADERS, not from here; bounds by
     OTEL_EXPORTER_OTLP_TIMEOUT and OTEL_BSP_MAX_QUEUE_SIZE"""
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    """share of the requests that are traced, where no caller has decided by traceparent"""
+    """share of requests that are traced if no traceparent decides"""
     service_name: Name = "quartet"
     """the spans' service.name"""

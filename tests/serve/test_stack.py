@@ -34,6 +34,7 @@ from tests.nano.pictures import drawn, look
 from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
 from tests.support.load.request import Endpoint
 from tests.support.stack import serve_process
+from tests.support.stack.death_probes import KILLED_S, rounds
 from tests.support.stack.serve_process import LOOPBACK, Reader, Stack, command_line, figures, open_streams, serves_again, wait
 from tests.support.stack.streamed_chat import StreamedChat, ask, same_without_drafts
 
@@ -388,6 +389,11 @@ def test_a_lost_process_ends_every_stream_with_one_error_event(
     back = serves_again(stack, SHORT)
     print(f"\n{victim} {blow.name}: streams ended after {slowest:.3f} s, served again after {back:.1f} s")
     assert back < 60
+
+
+def test_every_probe_of_a_killed_rank_is_answered(stack: Stack) -> None:
+    """A probe every 20 ms: 200, or 503 with Retry-After, within KILLED_S. Planted, in test_deaths.py: a server that is silent."""
+    rounds(stack, "engine.rank.worker", signal.SIGKILL, KILLED_S, 1)
 
 
 def test_a_killed_replica_cuts_every_connection(stack: Stack) -> None:

@@ -20,15 +20,15 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # In the order of MEASURES; those of RATES per 1 000 lines.
 ALLOWED: dict[str, tuple[int, ...]] = {
     "engine/core": (15, 19, 1, 0, 0, 0, 2, 3232, 25, 31),
-    "engine/rank": (43, 10, 5, 2, 2, 0, 0, 3017, 31, 29),
+    "engine/rank": (35, 9, 3, 2, 2, 0, 0, 3006, 31, 29),
     "engine/front": (17, 10, 5, 0, 2, 1, 0, 2171, 15, 48),
-    "engine": (20, 11, 3, 0, 0, 0, 1, 3835, 9, 30),
-    "kernels": (26, 2, 1, 0, 0, 0, 1, 2905, 52, 27),
-    "cluster": (0, 0, 0, 0, 0, 0, 0, 2885, 4, 36),
-    "deploy/edge": (10, 14, 12, 8, 2, 2, 1, 2139, 4, 32),
-    "deploy": (5, 6, 8, 5, 2, 0, 0, 2083, 3, 35),
+    "engine": (19, 11, 3, 0, 0, 0, 1, 3835, 9, 30),
+    "kernels": (26, 2, 0, 0, 0, 0, 1, 2853, 52, 27),
+    "cluster": (0, 0, 0, 0, 0, 0, 0, 2619, 4, 36),
+    "deploy/edge": (10, 10, 9, 7, 2, 2, 1, 2058, 4, 32),
+    "deploy": (5, 5, 7, 5, 2, 0, 0, 2083, 3, 35),
     "dashboards": (2, 0, 0, 0, 0, 0, 0, 1635, 4, 19),
-    "docs": (0, 0, 1, 0, 0, 0, 0, 0, 0, 0),
+    "docs": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
 }
 
 

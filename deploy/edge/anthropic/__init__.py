@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: what a request says, and what an answer looks like."""
+"""Anthropic's Messages API: its requests and its answers."""

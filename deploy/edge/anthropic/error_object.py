@@ -2,8 +2,8 @@
 
     {"type": "error", "error": {"type": ..., "message": ...}, "request_id": ...}
 
-To a `thread` the client's tool runner asks for, which keeps a conversation on the server, `details` answer in the words by which it
-goes on without one.
+The client's tool runner asks for a `thread`, a conversation stored by the server. `details` refuses it in the words that let the
+runner continue without one.
 """
 
 from deploy.edge.error_response import ErrorShape

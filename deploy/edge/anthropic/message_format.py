@@ -4,8 +4,7 @@
       content_block_start, content_block_delta ..., content_block_stop        for each block: thinking, text, tool_use
     message_delta, message_stop                                               or, after an error: error
 
-A call that max_tokens has cut is never completed: a stream ends where it ended, and a whole answer, whose calls are objects, leaves
-it out.
+A call that max_tokens cuts is never completed: a stream ends where it was cut, and a whole answer leaves it out.
 """
 
 import secrets
@@ -27,23 +26,19 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 class MessageFormat(BlockFormat):
-    """A message."""
-
     def __init__(self, model: ServedModel, _: MessagesRequest) -> None:
         super().__init__()
         self.id = f"msg_{secrets.token_hex(12)}"
         self._model = model
 
     def begin(self, usage: Usage) -> bytes:
-        """message_start"""
         return event("message_start", message=self._message([], usage))
 
     def end(self, usage: Usage) -> bytes:
-        """How it ended, and what it cost."""
         return event("message_delta", delta=self._stopped(), usage=_counts(usage)) + event("message_stop")
 
     def failure(self, error: QuartetError) -> bytes:
-        """The one event after which nothing comes."""
+        """The last event of a stream that fails."""
         return b"event: error\ndata: " + encode(ANTHROPIC_ERROR.body(error)) + b"\n\n"
 
     def full(self, usage: Usage) -> bytes:
@@ -53,11 +48,9 @@ class MessageFormat(BlockFormat):
         return encode(self._message(content, usage) | self._stopped())
 
     def opened(self, block: ReplyBlock) -> bytes:
-        """content_block_start: it is empty yet."""
         return event("content_block_start", index=block.index, content_block=_shown(block, "", {}))
 
     def grown(self, block: ReplyBlock, text: str) -> bytes:
-        """content_block_delta"""
         match block.kind:
             case "text":
                 delta = {"type": "text_delta", "text": text}
@@ -85,7 +78,7 @@ class MessageFormat(BlockFormat):
 
 
 def _counts(usage: Usage) -> JsonObject:
-    """Tokens that were found in the cache are counted apart."""
+    """Token counts; cached prompt tokens are counted separately."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,

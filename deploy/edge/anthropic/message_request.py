@@ -1,11 +1,11 @@
-"""What a request of Anthropic's Messages API may say, and the Ask that it is.
+"""A request of Anthropic's Messages API, and the Ask that it becomes.
 
     system                                       a first message of role system
     tool_result blocks of a user's message       messages of role tool, before the rest of it
     thinking, text, tool_use blocks              reasoning, content and tool_calls of one message of the assistant
 
 Accepted without effect: metadata, service_tier, cache_control, context_management, betas, output_config.effort,
-display, is_error and the like; a thinking block's signature is not looked at. What is known and cannot be done is refused by name.
+display, is_error and the like, and the signature of a thinking block. Other known keys that cannot be obeyed are refused by name.
 """
 
 from typing import Annotated, Literal
@@ -53,7 +53,7 @@ _BILLING = "x-anthropic-billing-header:"
 
 
 class MediaSource(FrozenStruct):
-    """All of an image, in base64, or where it is."""
+    """An image: its bytes in base64, or its URL."""
 
     type: Annotated[str, one_of("base64", "url")]
     media_type: Kind | None = None
@@ -62,12 +62,11 @@ class MediaSource(FrozenStruct):
 
     @property
     def address(self) -> str | None:
-        """As a URL."""
         return f"data:{self.media_type};base64,{self.data}" if self.data else self.url
 
 
 class ContentBlock(FrozenStruct):
-    """A block of any type; which fields it has follows from that."""
+    """A block of any type; the type decides which fields it has."""
 
     type: Kind
     text: str | None = None
@@ -84,8 +83,6 @@ _Content = str | Annotated[list[ContentBlock], Meta(max_length=PARTS)]
 
 
 class Turn(FrozenStruct):
-    """A message."""
-
     role: Literal["user", "assistant", "system"]
     content: _Content
 
@@ -101,15 +98,13 @@ class ClientTool(FrozenStruct):
 
 
 class ToolUseChoice(FrozenStruct):
-    """Whether, and which, tools are to be used."""
-
     type: Literal["auto", "any", "none", "tool"]
     name: Name | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingConfig(FrozenStruct):
-    """Whether the model thinks first, and of how many tokens its thoughts may be together."""
+    """Whether the model thinks first, and the budget of all thoughts in tokens."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: Count | None = None
@@ -128,7 +123,7 @@ class CountRequest(FrozenStruct):
     output_format: RawObject = UNSET
 
     def chat(self) -> ChatPrompt:
-        """InvalidRequest names what cannot be done."""
+        """Raises InvalidRequest, which names the key."""
         check_bounds([self.tools], "tools", "they")
         tools = _TOOL_LIST.read(self.tools, "tools")
         for index, tool in enumerate(tools):
@@ -164,7 +159,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_k: TopK = None
 
     def ask(self) -> Ask:
-        """InvalidRequest names what cannot be done."""
+        """Raises InvalidRequest, which names the key."""
         chat = self.chat()
         if chat.messages[-1].role == "assistant":
             raise invalid("messages", "the last one is the assistant's; going on with it is not supported")
@@ -219,7 +214,7 @@ def _blocks(content: _Content | None) -> list[ContentBlock]:
 
 
 def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
-    """Return one turn as messages of a chat."""
+    """One turn as messages of a chat."""
     if not isinstance(turn.content, list):
         return [ChatMessage(turn.role, turn.content)]
     if turn.role == "assistant":
@@ -228,7 +223,7 @@ def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
 
 
 def _reply(blocks: list[ContentBlock], where: str) -> ChatMessage:
-    """What the model has said. A thought that nobody can read is left out."""
+    """A turn of the model. Redacted thoughts are left out."""
     texts = []
     thoughts = []
     calls = []
@@ -244,7 +239,7 @@ def _reply(blocks: list[ContentBlock], where: str) -> ChatMessage:
 
 
 def _call(block: ContentBlock, where: str) -> PastCall:
-    """Keep the input the text that it is: numbers are rendered as they were written."""
+    """Keeps the text of the input, so that numbers are rendered as they were written."""
     if block.id is None or block.name is None:
         raise invalid(where, "a tool_use block has an id and a name")
     given = not_null(block.input)
@@ -255,7 +250,7 @@ def _call(block: ContentBlock, where: str) -> PastCall:
 
 
 def _client_messages(role: str, blocks: list[ContentBlock], where: str) -> list[ChatMessage]:
-    """Results first; a turn that is nothing but results has no message of its own."""
+    """Results first. A turn of results only has no message of its own."""
     results = []
     parts = []
     for index, block in enumerate(blocks):

@@ -1,1 +1,1 @@
-"""API keys: the file that lists them, who a request is from, what it may do, and how much."""
+"""API keys: the file that lists them, their holders, rights and quotas."""

@@ -1,13 +1,13 @@
-"""A file of API keys: one a line, by its hash and never by itself.
+"""A file of API keys: one line each, with the key's hash.
 
     3c9b5f...e1  alice   rights=generate,models  requests=60  tokens=100000  concurrent=8  expires=2027-01-01   # a comment
 
-The SHA-256 of the key in hex, the name of its holder, and options in any order; what is left out is not limited. Two lines of one
-name are two keys of one holder, who has one quota: that is how a key is replaced. They may differ in `expires` alone.
+The SHA-256 of the key in hex, the name of its holder, and options in any order. A missing option means no limit. Two lines of one
+name are two keys of one holder with one quota, so a key can be replaced. They may differ in `expires` only.
 
-    rights       what its holder may ask for: of RIGHTS; all where the option is absent
-    requests     a minute, at each replica; tokens: a minute, of prompts and answers; concurrent: requests open at once
-    expires      a day or a time by ISO 8601, in UTC where it names no zone: from then on the key is refused
+    rights       some of RIGHTS; all without the option
+    requests     a minute, at each replica; tokens: a minute, of prompts and answers; concurrent: open requests
+    expires      a day or a time by ISO 8601, in UTC without a zone. From then on the key is refused
 """
 
 import os
@@ -29,7 +29,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Quota(FrozenStruct):
-    """Requests and tokens a minute, and requests open at once; None: no limit."""
+    """Requests and tokens a minute, and open requests; None: no limit."""
 
     requests: int | None = None
     tokens: int | None = None
@@ -37,7 +37,7 @@ class Quota(FrozenStruct):
 
 
 class ApiKey(FrozenStruct):
-    """One line: the SHA-256 of the key, and what its holder may do until `expires`."""
+    """One line of the file."""
 
     digest: bytes
     name: str
@@ -46,22 +46,21 @@ class ApiKey(FrozenStruct):
     expires: datetime | None
 
     def has_expired(self, now: datetime) -> bool:
-        """Whether it is refused at `now`."""
         return self.expires is not None and now >= self.expires
 
 
 def new_key() -> str:
-    """A key that nobody guesses: 256 random bits."""
+    """A key of 256 random bits."""
     return f"sk-quartet-{secrets.token_urlsafe(32)}"
 
 
 def digest_of(key: bytes) -> bytes:
-    """What a file has of a key."""
+    """The SHA-256 of a key, as it is in a file."""
     return sha256(key).digest()
 
 
 def read(settings: KeySettings) -> str:
-    """The lines, from wherever the settings say. ConfigError: they cannot be read. Blocks."""
+    """The keys of the file or variable in the settings. ConfigError if they cannot be read. Blocks."""
     if settings.variable:
         lines = os.environ.get(settings.variable)
         if lines is None:
@@ -81,7 +80,8 @@ def read(settings: KeySettings) -> str:
 
 
 def parse(text: str) -> tuple[ApiKey, ...]:
-    """The keys of all lines. ConfigError names the line and what is wrong, and quotes nothing: it may hold a key by mistake."""
+    """The keys of all lines. ConfigError names the line and the fault. It quotes nothing, because a line may hold a key by
+    mistake."""
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -114,7 +114,7 @@ def _key(words: list[str]) -> ApiKey:
 
 
 def time_of(value: str | None) -> datetime | None:
-    """Read a day or a time by ISO 8601. ConfigError: it is none."""
+    """The day or time of an ISO 8601 text. ConfigError for any other."""
     if value is None:
         return None
     try:
@@ -131,7 +131,7 @@ def _count(name: str, value: str) -> int:
 
 
 def _check_holder(keys: list[ApiKey]) -> None:
-    """The last one against those before it."""
+    """ConfigError unless the last key agrees with earlier ones of its holder."""
     if len(keys) > MAX_KEYS:
         raise ConfigError(f"more than {MAX_KEYS} keys")
     *before, last = keys

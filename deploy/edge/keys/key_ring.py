@@ -1,7 +1,6 @@
-"""The API keys in force. A file is read again while there are requests, once a second at most, and holds for all that come.
+"""The API keys in force. While there are requests, the file is read again at most once a second.
 
-A file that cannot be read, or has a line that is none, changes nothing: the keys that were in force stay, and the log says why.
-Requests that are open are not asked again.
+A file that cannot be read or has a wrong line changes nothing, and the log says why. Open requests are not checked again.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """Reads the keys; ConfigError where they cannot be."""
+    """The keys of the settings; ConfigError if they cannot be read."""
 
     def __init__(self, settings: KeySettings) -> None:
         self._settings = settings
@@ -34,7 +33,7 @@ class KeyRing:
         self._install(parse(self._text))
 
     def _install(self, keys: tuple[ApiKey, ...]) -> None:
-        """Who is still there keeps what has been used."""
+        """Holders that remain keep what they have used."""
         self._keys = keys
         before = self._allowances
         self._allowances = {key.name: before.get(key.name) or Allowance(key.quota) for key in keys}
@@ -43,7 +42,7 @@ class KeyRing:
         logger.info("%d API keys of %d holders are in force", len(keys), len(self._allowances))
 
     async def refresh(self) -> None:
-        """Returns with the keys of a file as they were a second ago, or later."""
+        """Makes sure that the keys are at most a second old."""
         if not self._settings.file:
             return
         if self._look is None and time.monotonic() - self._looked >= FILE_CHECK_PERIOD_S:
@@ -67,7 +66,7 @@ class KeyRing:
             self._look = None
 
     def find(self, presented: bytes) -> ApiKey | None:
-        """The key in force that was presented. Compares all of them, whatever it finds: its time tells nothing of any."""
+        """The key in force with this digest. Compares all of them, so that its time reveals nothing."""
         digest = digest_of(presented)
         match = None
         for key in self._keys:
@@ -76,5 +75,5 @@ class KeyRing:
         return None if match is None or match.has_expired(datetime.now(UTC)) else match
 
     def open(self, key: ApiKey) -> QuotaGrant:
-        """A request of that holder begins. QuotaExceeded: too many have."""
+        """Begins a request of that holder. QuotaExceeded: it has too many."""
         return self._allowances[key.name].open()

@@ -1,11 +1,11 @@
-"""How much one holder of API keys may ask for: requests and tokens a minute by token buckets, and requests open at once.
+"""Quotas of a holder of API keys: requests and tokens a minute by token buckets, and open requests.
 
     open() ------------------ reserve(tokens) ------------- close(used)
-      |-- one request, taken -----|-- what it may come to, held ---|-- what it did come to, taken; the rest is free again
+      |-- one request, taken -----|-- the most it can use, held --|-- what it used, taken; the rest is free again
 
-A bucket holds a minute's worth: in t minutes no holder begins more than (1 + t) times its requests. Tokens: a request begins while
-the bucket has one, beside what open ones hold; so in t minutes no holder uses more than (1 + t) times its tokens and what one
-request may come to. Each replica counts for itself.
+A bucket holds the amount of one minute. In t minutes a holder begins at most (1 + t) times its requests. A request begins while the
+bucket has one token more than open requests hold, so in t minutes a holder uses at most (1 + t) times its tokens plus what one
+request can use. Each replica counts for itself.
 """
 
 import math
@@ -22,7 +22,7 @@ _UNLIMITED = 1 << 60  # a minute: as good as no limit
 
 
 class Bucket:
-    """Fills evenly, up to a minute's worth; begins unlimited. Taking may leave a debt, which fills up first."""
+    """Fills evenly, up to the amount of one minute; begins unlimited. Taking may leave a debt, which fills up first."""
 
     def __init__(self) -> None:
         self.per_minute = _UNLIMITED
@@ -30,7 +30,6 @@ class Bucket:
         self._at = monotonic()
 
     def level(self) -> float:
-        """What may be taken."""
         now = monotonic()
         self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / MINUTE)
         self._at = now
@@ -44,7 +43,7 @@ class Bucket:
         return max(0.0, 1 - self.level()) * MINUTE / self.per_minute
 
     def resize(self, per_minute: int) -> None:
-        """Change the quota from now on; a debt stays one, unless nothing is limited any more."""
+        """Changes the quota from now on. A debt stays, unless the new quota has no limit."""
         self._level = _UNLIMITED if per_minute == _UNLIMITED else self.level()
         self.per_minute = per_minute
 
@@ -60,13 +59,13 @@ class Allowance:
         self.change(quota)
 
     def change(self, quota: Quota) -> None:
-        """Other limits hold for what begins from now on; what has been used stays used."""
+        """Sets other limits for later requests; what has been used stays used."""
         self._quota = quota
         self._requests.resize(quota.requests or _UNLIMITED)
         self._tokens.resize(quota.tokens or _UNLIMITED)
 
     def open(self) -> "QuotaGrant":
-        """Begin a request. QuotaExceeded says which limit is reached, and when to come back."""
+        """Begins a request. QuotaExceeded says which limit is reached, and when to come back."""
         self._check(begins=True)
         self._requests.take(1)
         self._open += 1
@@ -78,7 +77,7 @@ class Allowance:
             raise QuotaExceeded(f"This API key has reached its limit of {limit}.", retry_after_s=max(1, math.ceil(wait_s)))
 
     def _reached(self, *, begins: bool) -> Iterator[tuple[float, str]]:
-        """Each limit that is, and in how many seconds it will not be; 0: when an open request ends, which may be any moment."""
+        """Each limit that is reached, with the seconds until it is not; 0: until an open request ends."""
         if self._tokens.level() - self._held < 1 - _ROUNDING:
             yield self._tokens.wait_s(), f"{self._quota.tokens} tokens a minute"
         if begins and self._requests.level() < 1 - _ROUNDING:
@@ -100,13 +99,13 @@ class QuotaGrant:
     _held: int = 0
 
     def reserve(self, tokens: int) -> None:
-        """What it may come to, prompt and answers, once. QuotaExceeded: nothing is left, and nothing is held."""
+        """Holds the most that prompt and answers can use, once. QuotaExceeded: nothing is left, and nothing is held."""
         assert not self._held, "it has been reserved"
         self.allowance._check(begins=False)
         self.allowance._held += tokens
         self._held = tokens
 
     def close(self, used: int) -> None:
-        """End the request, once; it has used so many tokens."""
+        """Ends the request, once, which has used that many tokens."""
         self.allowance._close(self._held, used)
 

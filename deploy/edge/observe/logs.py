@@ -1,10 +1,10 @@
-"""Logs of a replica: which line carries which request, and how our lines reach Ray Serve's log file, as text or as JSON.
+"""Logs of a replica: how our lines reach Ray Serve's log file, as text or JSON, with the id of their request.
 
     deploy.* cluster.* engine.* dashboards.* opentelemetry.* --Forward--> ray.serve  --Serve's handler-->  logs/serve/replica_*.log
 
-Serve writes, rotates and, with `encoding: JSON`, encodes; the operator has one file a replica, and one schema. A line of a request
-carries its id: the client's `x-request-id` where that is sane, else our own. What a client wrote never stands in a line, but for
-that id: no prompt, no answer, no header, no path, no name of a model that is not served.
+Serve writes, rotates and, with `encoding: JSON`, encodes, so an operator has one file a replica and one schema. A line carries the
+client's `x-request-id` if it is well-formed, else our own id. Nothing else that a client wrote is in a line: no prompt, answer,
+header, path, or name of a model that is not served.
 """
 
 import logging
@@ -31,7 +31,7 @@ def serve_config(settings: LogSettings) -> dict[str, Any] | None:
 
 
 def install(settings: LogSettings) -> None:
-    """Send what our packages log to Serve's logger; once a process, again to change the level."""
+    """Sends the logs of our packages to Serve's logger. A second call changes the level."""
     for package in _PACKAGES:
         logger = logging.getLogger(package)
         logger.setLevel(settings.level.upper())
@@ -40,10 +40,9 @@ def install(settings: LogSettings) -> None:
 
 
 class ForwardHandler(logging.Handler):
-    """Hands records to the handlers of Serve's logger: one line each, with the id of the request that they belong to."""
+    """Hands records to the handlers of Serve's logger, one line each, with the id of their request."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass it on."""
         record.msg = one_line(record.getMessage())
         record.args = None
         known = REQUEST_ID.get()
@@ -56,5 +55,5 @@ _FORWARD = ForwardHandler()
 
 
 def one_line(text: str) -> str:
-    """`text` with every control character and line separator escaped: whatever it holds, it cannot begin a line of its own."""
+    """`text` with every control character and line separator escaped, so that it stays on one line."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

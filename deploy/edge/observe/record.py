@@ -1,11 +1,11 @@
-"""One request, as far as it has come: whoever learns something of it notes it here, and at its end logs and spans read it.
+"""The record of one request. Every stage writes what it learns; logs and spans read it at the end.
 
     began ------ submitted -- scheduled -- first ------ last ------ ended       began: its head was read; ended: its last byte was
-      |- prepare_s -|- queue_s -|            |            |           |         sent, or nobody was there any more
-      |             |- ttft_s ---------------|            |           |         the middle four: engine/events.py has them
+      |- prepare_s -|- queue_s -|            |            |           |         sent, or the client was gone
+      |             |- ttft_s ---------------|            |           |         the middle four: engine/events.py defines them
       |- e2e_s -------------------------------------------------------|
 
-Where a request has several choices, its queue_s and ttft_s are those of the first to get there.
+With several choices, queue_s and ttft_s are those of the first choice to get there.
 """
 
 from msgspec import Struct
@@ -30,10 +30,10 @@ _OUTCOMES: dict[type[Exception], str] = {  # in the words of engine.events.Outco
 
 
 class RequestRecord(Struct):
-    """One request, as far as it has come. Times in seconds on the monotonic clock. `deadline`: the latest end.
+    """One request so far. Times in seconds on the monotonic clock. `deadline`: the latest end.
 
-    `ticket`: what it holds of the engine's; `clocks`: of each choice that was submitted. `key`: the name of its API key's holder;
-    `grant`: what it has of that holder's quota. `operation`: as its HttpEndpoint has it.
+    `ticket`: its place in the engine; `clocks`: one for each submitted choice; `key`: the name of its API key's holder;
+    `grant`: its part of that holder's quota; `operation`: as in its HttpEndpoint.
     """
 
     id: str
@@ -64,7 +64,7 @@ class RequestRecord(Struct):
 
     @property
     def shown_status(self) -> int:
-        """The status that was sent, or what stands for none."""
+        """The status that was sent, or a substitute if none was."""
         return self.status or (CLIENT_GONE if self.gone else 500)
 
     @property
@@ -75,7 +75,7 @@ class RequestRecord(Struct):
 
     @property
     def finish(self) -> str | None:
-        """How it ended, in OpenAI's words or in those of quartet_requests_total{outcome}; several where choices differ."""
+        """How it ended, in OpenAI's words or those of quartet_requests_total{outcome}; several if choices differ."""
         if self.gone:
             return "client_gone"
         if self.error is not None and self.clocks:
@@ -84,36 +84,35 @@ class RequestRecord(Struct):
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of all choices: as the client was sent them, else as many as came."""
+        """Tokens of all choices: as reported to the client, else as many as came."""
         if self.output_tokens is not None or not self.clocks:
             return self.output_tokens
         return sum(clock.output_tokens for clock in self.clocks)
 
     @property
     def used_tokens(self) -> int:
-        """Tokens of its prompt and its answers; none of a request that the engine never began."""
+        """Tokens of its prompt and answers; 0 if the engine never began it."""
         if all(clock.scheduled is None for clock in self.clocks):
             return 0
         return (self.prompt_tokens or 0) + (self.tokens or 0)
 
     def first(self, point: str) -> float | None:
-        """Seconds from the submission to the first choice's `scheduled` or `first`; None: it has not come."""
+        """Seconds from the submission to the first choice's `scheduled` or `first`; None: not reached yet."""
         spans = [(getattr(clock, point), clock.submitted) for clock in self.clocks]
         return min((moment - submitted for moment, submitted in spans if moment is not None), default=None)
 
     @property
     def prepare_s(self) -> float | None:
-        """Seconds from the request's head to its submission: its body, its checks, its tokens."""
+        """Seconds from the request's head to its submission."""
         return min((clock.submitted - self.began for clock in self.clocks), default=None)
 
 
 def record_of(scope: Scope) -> RequestRecord:
-    """The record of the request that `scope` is of."""
     return scope[RECORD]
 
 
 def access_fields(record: RequestRecord) -> JsonObject:
-    """What the access line states beside method, route and id; what does not apply is left out."""
+    """The fields of the access line, besides method, route and id. Fields that do not apply are missing."""
     shown: JsonObject = {
         "status": record.shown_status,
         "key": record.key,
@@ -135,7 +134,7 @@ def access_fields(record: RequestRecord) -> JsonObject:
 
 
 def _error_fields(error: Exception | None) -> JsonObject:
-    """Which error; its sentence only where it is ours alone: a refusal may quote the client."""
+    """The error. Its sentence is included only if it is all ours: a refusal may quote the client."""
     if error is None:
         return {}
     fields: JsonObject = {"error": type(error).__name__}

@@ -1,14 +1,14 @@
-"""OpenTelemetry spans of a request, when configured: one trace a request, made at its end from its record.
+"""OpenTelemetry spans of a request, if configured: one trace a request, made at its end from its record.
 
     chat gemma-4     |==========================================================|     server span: head read -> last byte
       queue                |=======|                                                  of each choice, on the engine's clock points
       prefill                      |===========|
       decode                                   |==============================|
 
-A caller's `traceparent` is the parent, and its sampled flag decides; without one `sample_ratio` does. The SDK samples, queues,
-batches and sends: serving never waits for the collector, and the SDK logs what the collector does not get. How much waits, and
-how long, its own variables of the environment say. Without an endpoint nothing of the SDK is imported. No prompt, no answer,
-nothing the client named.
+A caller's `traceparent` is the parent, and its sampled flag decides; otherwise `sample_ratio` does. The SDK samples, queues,
+batches
+and sends, bounded by its own environment variables. Serving never waits for the collector, and the SDK logs lost spans. Without an
+endpoint the SDK is not imported. Spans hold no prompt, no answer and no name from the client.
 """
 
 import threading
@@ -38,7 +38,7 @@ class Tracer:
     """Makes the spans of ended requests and hands them to the SDK, whose thread gives them to `exporter`."""
 
     def __init__(self, settings: TracingSettings, about: Mapping[str, str], exporter: "SpanExporter") -> None:
-        """`about`: attributes of the resource, beside those of OTEL_RESOURCE_ATTRIBUTES."""
+        """`about`: attributes of the resource, in addition to OTEL_RESOURCE_ATTRIBUTES."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -54,7 +54,7 @@ class Tracer:
         self._tracer = provider.get_tracer("quartet")
 
     def trace(self, record: RequestRecord) -> str | None:
-        """Hand over a request that has ended; its trace id, or None where it is not sampled."""
+        """Hands over a request that has ended; returns its trace id, or None if it is not sampled."""
         offset_ns = time.time_ns() - time.monotonic_ns()
 
         def wall_ns(moment: float) -> int:
@@ -75,14 +75,14 @@ class Tracer:
         return f"{server.get_span_context().trace_id:032x}"
 
     def close(self, timeout_s: float) -> None:
-        """Deliver what waits, for `timeout_s` at most; blocks. What is left then is lost. Idempotent."""
+        """Delivers waiting spans for at most `timeout_s`, then drops the rest. Blocks. Idempotent."""
         closing = threading.Thread(target=self._processor.shutdown, name="spans", daemon=True)
         closing.start()
         closing.join(timeout_s)
 
 
 def tracer(settings: TracingSettings, about: Mapping[str, str]) -> Tracer | None:
-    """The tracer that the settings ask for, with an exporter that speaks OTLP over HTTP."""
+    """The tracer that the settings ask for, with an OTLP exporter over HTTP."""
     if settings.endpoint is None:
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -91,9 +91,9 @@ def tracer(settings: TracingSettings, about: Mapping[str, str]) -> Tracer | None
 
 
 def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
-    """Queue, prefill and decode of one choice without a gap, as far as it came; before its first token it lasts until `ended`.
+    """Queue, prefill and decode of one choice without a gap, as far as it came. Before its first token a phase lasts until `ended`.
 
-    Where the front never heard when the core began, the queue is part of prefill.
+    If the front does not know when the core began, the queue is part of prefill.
     """
     about = {"quartet.choice": choice}
     if clock.scheduled is not None or clock.first is None:
@@ -105,7 +105,7 @@ def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:
-    """Name them by OpenTelemetry's conventions for GenAI and HTTP where they have a name; what does not apply is left out."""
+    """Attributes by OpenTelemetry's conventions for GenAI and HTTP. Those that do not apply are missing."""
     attributes = {
         "gen_ai.operation.name": record.operation,
         "gen_ai.provider.name": "quartet",

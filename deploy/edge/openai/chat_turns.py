@@ -28,14 +28,14 @@ _DETAILS: Mapping[Detail | None, int] = {"low": 70, "high": 1120, "original": 11
 
 
 class InputAudio(FrozenStruct):
-    """All of a clip, in base64 or as a data: URL."""
+    """A clip, in base64 or as a data: URL."""
 
     data: str | None = None
     format: str | None = None
 
 
 class MediaUrl(FrozenStruct):
-    """Where a medium is, or all of it; `detail`: of an image."""
+    """An http(s) or data: URL; `detail`: of an image."""
 
     url: str | None = None
     detail: Detail | None = None
@@ -45,7 +45,7 @@ _Url = MediaUrl | str | None  # a text: Mistral's clients
 
 
 class ContentPart(FrozenStruct):
-    """A text, which may be a refusal, an image, a video or a clip, by the names of chats or of Responses."""
+    """A text, refusal, image, video or clip, by the names of chats or of Responses."""
 
     type: Annotated[str, one_of(*_TEXTS, *_URL_PARTS, "input_audio")]
     text: str | None = None
@@ -61,23 +61,19 @@ Content = str | Annotated[list[ContentPart], Meta(max_length=PARTS)] | None
 
 
 class FunctionCall(FrozenStruct):
-    """Of an assistant's turn in the history; `arguments` is JSON in a string, or an object."""
+    """A call of an assistant's turn; `arguments` is JSON in a string, or an object."""
 
     name: Name
     arguments: RawTextOrObject = UNSET
 
 
 class ToolCall(FrozenStruct):
-    """A call in the history."""
-
     function: FunctionCall
     id: str | None = None
     type: Kind | None = None
 
 
 class Message(FrozenStruct):
-    """One turn."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
     name: Name | None = None
@@ -98,8 +94,8 @@ class ProcessorKeys(FrozenStruct, forbid_unknown_fields=True):
 
 
 class TemplateSwitches(FrozenStruct, omit_defaults=True):
-    """What chat templates may be told: whether the model thinks, and whether earlier turns keep their thoughts. What is meant for
-    templates of other models has no effect."""
+    """Switches of the chat template: whether the model thinks, and whether earlier turns keep their thoughts. Switches of
+    templates for other models have no effect."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -111,7 +107,7 @@ _TOOLS = ListReader(JsonObject, TOOLS)
 
 
 def read_chat(request: Any) -> ChatPrompt:
-    """Read what a request with a chat's keys says of its conversation. InvalidRequest names the key that is wrong."""
+    """The conversation of a request with a chat's keys. InvalidRequest names the wrong key."""
     switches = to_builtins(request.chat_template_kwargs or {})
     told = [switches.pop(name, None) for name in ("enable_thinking", "thinking")]
     enabled = next((value for value in (*told, request.enable_thinking) if value is not None), None)
@@ -147,7 +143,7 @@ def _message(message: Message, where: str) -> ChatMessage:
 
 
 def content_parts(parts: list[ContentPart], where: str) -> list[Part]:
-    """What stands at `where`. InvalidRequest names the part that is wrong."""
+    """The content parts at `where`. InvalidRequest names the wrong part."""
     return [_part(part, f"{where}[{index}]") for index, part in enumerate(parts)]
 
 

@@ -1,4 +1,4 @@
-"""Events without names, as OpenAI's completions stream them, and all who follow them."""
+"""Server-sent events without names, as OpenAI's completions stream them."""
 
 from typing import Any
 
@@ -12,17 +12,16 @@ DONE = b"data: [DONE]\n\n"
 
 
 def data_event(value: Any) -> bytes:
-    """Return one event."""
     return b"data: %b\n\n" % msgspec.json.encode(value)
 
 
 class DataEvents:
-    """How a stream of such events begins, and how it breaks off. `usage`: when it began."""
+    """The begin and the failure of such a stream. `usage`: at its begin."""
 
     usage = Usage(0, 0)
 
     def begin(self, usage: Usage) -> bytes:
-        """Nothing comes before the first token."""
+        """No event comes before the first token."""
         self.usage = usage
         return b""
 

@@ -1,12 +1,12 @@
-"""The two answers, chat and text completion, as bytes: whole, and chunk by chunk.
+"""The answers of chats and text completions as bytes, whole and chunk by chunk.
 
-A stream's JSON is the same from chunk to chunk but for one string: prefix and suffix are encoded once per stream.
+Chunks of a stream differ in one string of their JSON, so prefix and suffix are encoded once per stream:
 
     data: {"id":...,"choices":[{"index":0,"delta":{"content":   TEXT   },"logprobs":null,"finish_reason":null}],"usage":null}
 
-First chunk: delta.role. Last: finish_reason. With include_usage one more, without choices, and "usage": null in all others; with
-continuous_usage_stats (vLLM's) each of these says the tokens so far, of all choices together.
-Thoughts are `reasoning_content`, and `reasoning` once more: clients read the one or the other.
+The first chunk has delta.role, the last finish_reason. With include_usage one more comes without choices, and all others have
+"usage": null. With continuous_usage_stats (vLLM's) each chunk has the tokens so far, of all choices together.
+Thoughts are in `reasoning_content` and again in `reasoning`, because clients read one or the other.
 """
 
 import abc
@@ -48,10 +48,10 @@ def _counts(prompt: int, completion: int) -> JsonObject:
 
 
 class _ChoiceSoFar(msgspec.Struct):
-    """One choice in the making: logprobs are encoded as they come, so that no end of an answer takes long.
+    """One choice so far. Logprobs are encoded as they come, so that the end of an answer is quick.
 
-    `lists`: of logprobs, by name, as JSON without brackets; `prompt`: entries of the prompt's tokens; `shown`: makes the text of
-    tokens with logprobs, `offset` characters so far.
+    `lists`: logprobs by name, as JSON without brackets; `prompt`: entries of the prompt's tokens; `shown`: makes the text of
+    tokens with logprobs; `offset`: characters so far.
     """
 
     reply: Choice = msgspec.field(default_factory=Choice)
@@ -64,8 +64,8 @@ class _ChoiceSoFar(msgspec.Struct):
 class _Base(DataEvents, abc.ABC):
     """What both forms share: identity, the order of a stream's chunks, and the choices of a whole answer.
 
-    `PREFIX`: of ids; `CHUNK` and `WHOLE`: what `object` says; `FIRST`: what the chunk before the first token says, if there is one;
-    `EMPTY`: what a chunk without text says.
+    `PREFIX`: of ids; `CHUNK` and `WHOLE`: values of `object`; `FIRST`: the chunk before the first token, if any; `EMPTY`: a chunk
+    without text.
     """
 
     media_type = JSON
@@ -94,14 +94,14 @@ class _Base(DataEvents, abc.ABC):
 
     @abc.abstractmethod
     def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> JsonObject | None:
-        """Lists by name, an entry a token each, where there are some."""
+        """Lists by name, one entry a token."""
 
     @abc.abstractmethod
     def _whole(self, index: int, choice: _ChoiceSoFar) -> JsonObject:
         """A choice of a whole answer."""
 
     def events(self, index: int, delta: Delta) -> bytes:
-        """The first chunk of a choice, what the delta adds, the last chunk."""
+        """The first chunk of a choice, the chunks of the delta, the last chunk."""
         if self._usage_chunks == "each":
             self._tokens += len(delta.tokens)
             self._tail = b'],"usage":%b}\n\n' % encode(_counts(self.usage.prompt, self._tokens))
@@ -116,13 +116,12 @@ class _Base(DataEvents, abc.ABC):
         return events + self._event(index, self.EMPTY, ended=encode(_ended(delta))[1:-1])
 
     def end(self, usage: Usage) -> bytes:
-        """The chunk without choices, where it is wanted, and the end."""
+        """The chunk without choices, if asked for, and the end."""
         if self._usage_chunks == "none":
             return DONE
         return self._head + b'],"usage":' + encode(usage_json(usage)) + b"}\n\n" + DONE
 
     def add(self, index: int, delta: Delta) -> None:
-        """Add a delta to its choice."""
         choice = self._choices.setdefault(index, _ChoiceSoFar())
         choice.reply.add(delta)
         for name, values in (self._logprobs(choice, delta) or {}).items():
@@ -133,16 +132,16 @@ class _Base(DataEvents, abc.ABC):
             choice.prompt.append(encode(entries)[1:-1])
 
     def full(self, usage: Usage) -> bytes:
-        """The answer in one piece, its choices in order."""
+        """The whole answer, its choices in order."""
         answers = [self._whole(index, choice) | _ended(choice.reply) for index, choice in sorted(self._choices.items())]
         return encode(self._identity(self.WHOLE) | {"choices": answers, "usage": usage_json(usage)} | self._about_prompt())
 
     def _about_prompt(self) -> JsonObject:
-        """What a whole answer says of its prompt."""
+        """Keys of a whole answer about its prompt."""
         return {}
 
     def _scored(self, choice: _ChoiceSoFar) -> JsonObject:
-        """The prompt's logprobs, in vLLM's form, where they were asked for."""
+        """The prompt's logprobs in vLLM's form, if asked for."""
         return {} if self._prompt_logprobs is None else {"prompt_logprobs": _array(choice.prompt)}
 
     def _prompt_entry(self, token: int, rank: int, logprobs: Logprobs) -> JsonObject:
@@ -164,7 +163,7 @@ class _Base(DataEvents, abc.ABC):
 
 
 class ChatFormat(_Base):
-    """chat.completion and chat.completion.chunk; a whole one with logprobs of the prompt's tokens, if so many are asked for."""
+    """chat.completion and chat.completion.chunk; a whole answer has logprobs of the prompt's tokens, if asked for."""
 
     PREFIX = "chatcmpl"
     CHUNK = "chat.completion.chunk"
@@ -173,7 +172,7 @@ class ChatFormat(_Base):
     EMPTY = b'"delta":{}'
 
     def _chunk(self, index: int, delta: Delta) -> bytes:
-        """A chunk a part; the first has the logprobs of all."""
+        """One chunk a part; the first has the logprobs of all."""
         logprobs = encode(self._lists(self._logprobs(self._choices[index], delta)))
         events = []
         for part in delta.parts or (Content(""),):
@@ -182,14 +181,13 @@ class ChatFormat(_Base):
         return b"".join(events)
 
     def _about_prompt(self) -> JsonObject:
-        """All choices have one prompt, which the first tells of."""
+        """All choices have one prompt; the first choice reports it."""
         return self._scored(self._choices[0])
 
     def _lists(self, entries: JsonObject | None) -> JsonObject | None:
         return {**entries, "refusal": None} if entries else None
 
     def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> JsonObject | None:  # noqa: ARG002 - as the text has it
-        """An entry a token."""
         if not delta.logprobs:
             return None
         return {
@@ -217,7 +215,7 @@ class ChatFormat(_Base):
 
 
 class TextFormat(_Base):
-    """text_completion, whole and in chunks. Alternatives of the prompt's tokens: in logprobs, where it is echoed, and apart."""
+    """text_completion, whole and in chunks. Alternatives of the prompt's tokens are in logprobs if it is echoed, and separate."""
 
     PREFIX = "cmpl"
     CHUNK = "text_completion"
@@ -229,7 +227,7 @@ class TextFormat(_Base):
         return self._event(index, b'"text":' + encode(text_of(delta)), encode(self._logprobs(self._choices[index], delta)))
 
     def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> JsonObject | None:
-        """A token's offset is that of the character which it begins or goes on with."""
+        """A token's offset is that of the character which it begins or continues."""
         tokens, reported = self._reported(delta)
         if not reported:
             return None
@@ -249,7 +247,7 @@ class TextFormat(_Base):
         return {"index": index, "text": choice.reply.content, "logprobs": _arrays(choice)} | self._scored(choice)
 
     def _reported(self, delta: Delta) -> tuple[Sequence[int], Sequence[Logprobs | None]]:
-        """Tokens of the text, and their logprobs where there are some."""
+        """Tokens of the text with logprobs."""
         if delta.prompt is None:
             return delta.tokens, delta.logprobs
         if (most := self._echoed) is None:
@@ -258,7 +256,7 @@ class TextFormat(_Base):
         return delta.prompt.tokens, entries
 
     def _top(self, token: int, entry: Logprobs | None) -> dict[str, float] | None:
-        """Return logprobs by text, the token's among them, as OpenAI has it; of alternatives that show alike the likeliest."""
+        """Logprobs by text, the token's included, as OpenAI has it. Of alternatives with the same text the likeliest counts."""
         if entry is None:
             return None
         by_text: dict[str, float] = {}
@@ -295,7 +293,6 @@ def _delta(part: Part) -> bytes:
 
 
 def text_of(delta: Delta) -> str:
-    """What a delta adds to the answer's text."""
     return "".join(part.text for part in delta.parts if isinstance(part, Content))
 
 

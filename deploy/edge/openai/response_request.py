@@ -1,17 +1,16 @@
-"""What a request of OpenAI's Responses API may say, and the Ask that it is.
+"""A request of OpenAI's Responses API, and the Ask that it becomes.
 
     instructions, and the system and developer messages that come first      one first message of role system
     reasoning, message, function_call items of the assistant                 reasoning, content and tool_calls of one message
     custom_tool_call, local_shell_call                                       calls, too
     function_call_output, and the outputs of those                           a message of role tool
-    items of other types                                                     nothing: agents keep what other servers have answered
+    items of other types                                                     skipped: agents keep items of other servers
 
     function F of a namespace N                                              function N.F
 
-Nothing is stored: a conversation comes whole, and `store` is accepted without effect, as are prompt_cache_key, service_tier,
-client_metadata, text.verbosity, reasoning.summary and the like. Tools that agents declare everywhere and that are no
-functions are not offered to the model: an answer's `tools` are those that were. What else is known and cannot be done is refused by
-name.
+Nothing is stored: a request has its whole conversation. Accepted without effect: `store`, prompt_cache_key, service_tier,
+client_metadata, text.verbosity, reasoning.summary and the like. Tools that agents declare everywhere and that are not functions are
+not offered to the model; an answer's `tools` lists the offered ones. Other known keys that cannot be obeyed are refused by name.
 """
 
 import base64
@@ -78,7 +77,7 @@ V = TypeVar("V")
 
 
 class InputItem(FrozenStruct):
-    """A message, a thought, a call, or what it gave; which fields it has follows from that."""
+    """A message, a thought, a call or its output; the type decides which fields it has."""
 
     type: Kind | None = None
     role: Annotated[str, Meta(max_length=32)] | None = None
@@ -105,7 +104,7 @@ class DeclaredTool(FrozenStruct):
 
 
 class OfferedFunction(FrozenStruct):
-    """A function that the model is offered; `path`: where it stands, `namespace`: that it was declared in."""
+    """A function that the model is offered, its key `path`, and its `namespace`, if any."""
 
     tool: DeclaredTool
     path: str
@@ -118,8 +117,6 @@ class OfferedFunction(FrozenStruct):
 
 
 class ReasoningConfig(FrozenStruct):
-    """Whether the model thinks first."""
-
     effort: Effort | None = None
 
 
@@ -142,7 +139,7 @@ class ResponsesRequest(CommonSamplingKeys, kw_only=True):
     include: Annotated[list[str], Meta(max_length=64)] | None = None
 
     def ask(self) -> Ask:
-        """InvalidRequest names what cannot be done."""
+        """Raises InvalidRequest, which names the key."""
         functions = self.functions()
         return Ask(
             model=self.model,
@@ -160,11 +157,10 @@ class ResponsesRequest(CommonSamplingKeys, kw_only=True):
         )
 
     def functions(self) -> list[OfferedFunction]:
-        """The tools that are offered to the model."""
         return list(_functions(self.tools, "tools"))
 
     def includes_encrypted(self) -> bool:
-        """Whether thoughts are wanted in the form in which clients send them back. InvalidRequest: something else is."""
+        """Whether `include` asks for thoughts as clients send them back. InvalidRequest for anything else."""
         included = self.include or ()
         for name in included:
             if name != ENCRYPTED and not name.startswith(_NEVER_THERE):
@@ -181,7 +177,6 @@ class ResponsesRequest(CommonSamplingKeys, kw_only=True):
 
 
 def encrypted_content_of(thought: str) -> str:
-    """A thought as `encrypted_content`."""
     return _OWN + base64.b64encode(thought.encode()).decode()
 
 
@@ -206,12 +201,11 @@ def _functions(raw: Json, where: str, namespace: DeclaredTool | None = None) -> 
 
 
 def _full_name(namespace: str | None, name: str) -> str:
-    """Return the name of a function in a namespace."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def _with_instructions(instructions: str | None, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Join the instructions and the first system messages to one: templates take no other."""
+    """Joins the instructions and the first system messages to one: templates take no more."""
     later = list(dropwhile(lambda message: message.role == "system", messages))
     first = (str(message.content) for message in messages[: len(messages) - len(later)])
     text = "\n\n".join(filter(None, [instructions, *first]))
@@ -219,7 +213,7 @@ def _with_instructions(instructions: str | None, messages: list[ChatMessage]) ->
 
 
 def _chat_messages(items: list[InputItem]) -> list[ChatMessage]:
-    """The assistant's thoughts, then its texts, then its calls are one message, as far as they come in that order."""
+    """Joins thoughts, texts and calls of the assistant to one message, as far as they come in that order."""
     runs: list[list[ChatMessage]] = []
     before = -1
     for index, item in enumerate(items):
@@ -245,7 +239,7 @@ def _joined(run: list[ChatMessage]) -> ChatMessage:
 
 
 def _message(item: InputItem, where: str) -> ChatMessage | None:
-    """The turn that an item is a part of; None: it is read past."""
+    """The turn that an item is part of; None: it is skipped."""
     match item.type or "message":
         case "message" if item.role == "user":
             return ChatMessage("user", _content(item.content, f"{where}.content"))
@@ -276,7 +270,7 @@ def _past_call(item: InputItem, name: str, arguments: Any, where: str) -> ChatMe
 
 
 def _thought(item: InputItem, where: str) -> str:
-    """Return its text; what somebody else has encrypted is nothing to us."""
+    """The text of a thought; empty if another server encrypted it."""
     if item.content:
         return _text(item.content, f"{where}.content")
     given = item.encrypted_content or ""
@@ -293,7 +287,7 @@ def _content(content: Content, where: str) -> str | list[Part]:
 
 
 def _text(content: Content, where: str) -> str:
-    """Return the text of a content. InvalidRequest: some of it is no text."""
+    """The text of a content. InvalidRequest if some of it is not text."""
     text = _content(content, where)
     if not isinstance(text, str):
         raise invalid(where, "only text is supported here")

@@ -4,7 +4,7 @@
       for each item: response.output_item.added, (response.content_part.added,) ....delta ..., ....done, response.output_item.done
     response.completed, response.incomplete after max_output_tokens, or response.failed after an error
 
-Items are a message for text, reasoning for a thought, function_call for a call. One that max_output_tokens has cut is incomplete.
+Items are message for text, reasoning for a thought, function_call for a call. One that max_output_tokens cuts is incomplete.
 """
 
 import secrets
@@ -32,7 +32,7 @@ _NO_STATE: JsonObject = {"background": False, "previous_response_id": None, "sto
 
 
 class ResponseObject(BlockFormat):
-    """A response to `request`, which it repeats as far as it was followed."""
+    """A response to `request`. It repeats the keys that were obeyed."""
 
     def __init__(self, model: ServedModel, request: ResponsesRequest) -> None:
         super().__init__()
@@ -51,7 +51,6 @@ class ResponseObject(BlockFormat):
         self._delta = b""  # of the open block, whose deltas differ by their number and text alone
 
     def begin(self, usage: Usage) -> bytes:  # noqa: ARG002 - what it costs is said at the end
-        """It has been accepted."""
         shown = self._response("in_progress")
         return self._event("response.created", response=shown) + self._event("response.in_progress", response=shown)
 
@@ -68,11 +67,10 @@ class ResponseObject(BlockFormat):
         return self._event("response.failed", response=failed)
 
     def full(self, usage: Usage) -> bytes:
-        """The whole response."""
         return encode(self._response(self._status(), usage))
 
     def opened(self, block: ReplyBlock) -> bytes:
-        """The item, empty yet, and the one part of its content."""
+        """The empty item, and the one part of its content."""
         kind = f"response.{_EVENTS[block.kind]}.delta".encode()
         where = encode(self._event_location(block))[1:-1]
         self._delta = b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%%d,"delta":%%b}\n\n' % (kind, kind, where)
@@ -81,7 +79,6 @@ class ResponseObject(BlockFormat):
         return added if block.kind == "call" else added + self._part_event("added", block, "")
 
     def grown(self, block: ReplyBlock, text: str) -> bytes:  # noqa: ARG002 - `_delta` knows it
-        """Return the event of more text."""
         return self._delta % (next(self._sequence), encode(text))
 
     def closed(self, block: ReplyBlock) -> bytes:
@@ -103,7 +100,7 @@ class ResponseObject(BlockFormat):
         return self._event(f"response.{_EVENTS[block.kind]}.done", **self._event_location(block), **fields)
 
     def _event_location(self, block: ReplyBlock) -> JsonObject:
-        """What all events of a block say of where they belong."""
+        """The keys that place an event of a block."""
         return self._location(block) | ({"logprobs": []} if block.kind == "text" else {})
 
     def _location(self, block: ReplyBlock) -> JsonObject:
@@ -129,14 +126,13 @@ class ResponseObject(BlockFormat):
                 return about | {"type": "function_call", "call_id": block.id, **self._called(block), "arguments": block.text}
 
     def _called(self, block: ReplyBlock) -> JsonObject:
-        """The function's name, in its namespace where it has one."""
+        """The name of the called function, with its namespace."""
         return self._namespaced.get(block.name, {"name": block.name})
 
     def _status(self) -> str:
         return "incomplete" if self.choice.finish == "length" else "completed"
 
     def _status_of(self, block: ReplyBlock) -> str:
-        """Return the status of an item that gets no more."""
         if self.choice.finish not in (None, "length") or block is not self.choice.blocks[-1]:
             return "completed"
         return "completed" if block.kind == "call" and json_kind(block.text) else "incomplete"
@@ -157,7 +153,7 @@ class ResponseObject(BlockFormat):
 
 
 def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -> JsonObject:
-    """What of the request the response repeats."""
+    """The keys of the request that the response repeats."""
     return {
         "metadata": request.metadata or {},
         "instructions": request.instructions,
@@ -173,7 +169,7 @@ def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -
 
 
 def _declared(namespace: DeclaredTool | None, functions: Iterable[OfferedFunction]) -> Sequence[DeclaredTool | JsonObject]:
-    """Functions as they were declared, those of a namespace in it."""
+    """Functions as they were declared, with those of a namespace in it."""
     tools = [replace(tool, parameters=copied(tool.parameters), tools=UNSET) for tool in (function.tool for function in functions)]
     if namespace is None:
         return tools

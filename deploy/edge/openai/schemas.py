@@ -1,12 +1,11 @@
-"""What a chat or text completion may say. Known keys are validated hard, unknown ones are accepted and ignored, as clients expect.
+"""The keys of a chat or text completion. Known keys are validated; unknown keys are ignored, as clients expect.
 
     body --one pass of msgspec--> typed fields, and lists of unknown size as raw JSON --bounded decoding--> Ask
 
-Decoding stops at the first thing that is wrong. What may be a list of any length stays raw JSON in the first pass and is decoded
-with a bound: the first element decides what the others must be, and the first one too many ends it. So no body, however it is
-made, costs more than a scan of it. Accepted without effect: user, store, metadata, service_tier, verbosity,
-safety_identifier, prompt_cache_key, prompt_cache_retention, prediction, rid, request_id, guided_decoding_backend and the like;
-absent_keys.py lists what is refused.
+Decoding stops at the first fault. Lists of any length stay raw JSON in the first pass and are then decoded with a bound: the first
+element decides the type of the others, and the first one too many ends it. So no body costs more than a scan of it. Accepted
+without effect: user, store, metadata, service_tier, verbosity, safety_identifier, prompt_cache_key, prompt_cache_retention,
+prediction, rid, request_id, guided_decoding_backend and the like. absent_keys.py lists the refused ones.
 """
 
 from typing import Annotated, Any, Literal
@@ -53,7 +52,7 @@ _ID_LISTS = ListReader(Annotated[list[Natural], Meta(min_length=1)], PROMPTS)
 
 
 class SamplingKeys(CommonSamplingKeys):
-    """What is said of how tokens are chosen, and of the answer's form."""
+    """Keys of sampling and of the form of the answer."""
 
     n: Count | None = None
     max_tokens: Count | None = None
@@ -80,7 +79,7 @@ class SamplingKeys(CommonSamplingKeys):
     structural_tag: RawTextOrObject = UNSET
 
     def asking(self, prompt: ChatPrompt | RawPrompts, max_tokens: int | None, *, stream: bool | None, **about: Any) -> Ask:
-        """`about`: what the APIs write differently. InvalidRequest: a list in it is none, or too long."""
+        """`about`: what the APIs write differently. InvalidRequest: a list is wrong or too long."""
         if self.prompt_logprobs is not None and stream:
             raise invalid("prompt_logprobs", "not with stream: true")
         allowed = not_null(self.allowed_token_ids)
@@ -102,22 +101,20 @@ class SamplingKeys(CommonSamplingKeys):
 
 
 class StreamOptions(FrozenStruct):
-    """Of a stream: its usage at the end, or with `continuous_usage_stats` in each chunk, too."""
+    """Whether a stream has its usage at the end, and with `continuous_usage_stats` in each chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class CompletionKeys(SamplingKeys, kw_only=True):
-    """What both kinds of completion have in common."""
-
     model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     @property
     def usage_chunks(self) -> Literal["none", "last", "each"]:
-        """Where a stream says its usage. InvalidRequest: there is no stream."""
+        """Where a stream reports its usage. InvalidRequest if there is no stream."""
         if (options := self.stream_options) is None:
             return "none"
         if not self.stream:
@@ -126,7 +123,7 @@ class CompletionKeys(SamplingKeys, kw_only=True):
 
     @property
     def echoed_logprobs(self) -> int | None:
-        """Alternatives of each echoed token of the prompt; None: it is not echoed, or has no logprobs."""
+        """Alternatives of each echoed token of the prompt; None: no echo, or no logprobs."""
         return None
 
 
@@ -149,7 +146,7 @@ class ChatRequest(CompletionKeys, kw_only=True):
     mm_processor_kwargs: ProcessorKeys | None = None
 
     def ask(self) -> Ask:
-        """InvalidRequest names the key that is wrong."""
+        """Raises InvalidRequest, which names the key."""
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "needs logprobs: true")
         chat = replace(
@@ -178,11 +175,10 @@ class CompletionRequest(CompletionKeys, kw_only=True):
 
     @property
     def echoed_logprobs(self) -> int | None:
-        """Those that are asked for, where the prompt is echoed."""
         return self.logprobs if self.echo else None
 
     def ask(self) -> Ask:
-        """InvalidRequest names the key that is wrong."""
+        """Raises InvalidRequest, which names the key."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if limit == 0 and not self.echo:
             raise invalid("max_tokens", "0 only with echo: true")
@@ -201,7 +197,7 @@ class CompletionRequest(CompletionKeys, kw_only=True):
 
 
 def chat_keys_without(kind: type[Struct]) -> AbsentKeys:
-    """Return the keys of a chat that requests of another `kind` lack, as keys to be refused there."""
+    """The keys of a chat that requests of another `kind` lack and must refuse."""
     keys: AbsentKeys = {**dict.fromkeys(ChatRequest.__struct_fields__, ()), **absent_keys.CHAT, "n": (1,), "logprobs": (False,)}
     without_effect = ("stream_options", "enable_thinking", "thinking")
     return {name: neutral for name, neutral in keys.items() if name not in without_effect and not hasattr(kind, name)}
@@ -212,7 +208,7 @@ COMPLETION_READER = BodyReader(CompletionRequest, {**chat_keys_without(Completio
 
 
 def _prompts(raw: Raw) -> list[str | list[int]]:
-    """Texts, or lists of token ids. InvalidRequest: they are neither, or too many."""
+    """Texts, or lists of token ids. InvalidRequest for anything else, and for too many."""
     first = first_characters(raw)
     if first == b'["':
         return _TEXTS.read(raw, "prompt")

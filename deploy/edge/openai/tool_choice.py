@@ -1,9 +1,9 @@
-"""tool_choice, as OpenAI's API writes it: "none", "auto", "required", one tool by its name, or some of those that are declared.
+"""tool_choice of OpenAI's API: "none", "auto", "required", one tool by its name, or some of the declared ones.
 
     {"type": "function", "function": {"name": "f"}}
     {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required", "tools": [{"type": "function", "function": {...}}]}}
 
-The Responses API writes what stands under `function` and `allowed_tools` one level higher.
+The Responses API writes the contents of `function` and `allowed_tools` one level higher.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ _MAX_BYTES = 64 << 10
 
 
 def tool_choice(raw: Json, *, parallel: bool) -> ToolChoice:
-    """Read a request's choice; `parallel`: it may be several calls. InvalidRequest says what is wrong."""
+    """The choice of a request; `parallel` allows several calls. InvalidRequest names the fault."""
     match read_small(raw, "tool_choice", ANYTHING, _MAX_BYTES):
         case (None | "none" | "auto" | "required") as mode:
             return ToolChoice(mode or "auto", one=not parallel)

@@ -1,7 +1,7 @@
-"""OpenAI's transcriptions: a chat with one clip, which is told to write down what is said, without thoughts.
+"""OpenAI's transcriptions: a chat with one clip and the instruction to write down the words, without thoughts.
 
-    {"text": ..., "usage": ...}        with stream    data: {"type": "transcript.text.delta", "delta": ...}
-                                                      data: {"type": "transcript.text.done", "text": ..., "usage": ...}
+{"text": ..., "usage": ...}        with stream    data: {"type": "transcript.text.delta", "delta": ...}
+                                                  data: {"type": "transcript.text.done", "text": ..., "usage": ...}
 """
 
 import secrets
@@ -41,7 +41,7 @@ class TranscriptionRequest(CommonSamplingKeys, kw_only=True):
     max_completion_tokens: kt.Count | None = None
 
     def ask(self) -> Ask:
-        """Greedy where it says no temperature, as OpenAI's is."""
+        """Greedy by default, as OpenAI's is."""
         language = f"the language {self.language}" if self.language else "its original language"
         context = f"\n\nContext: {self.prompt}" if self.prompt else ""
         parts: list[Part] = [Text(_INSTRUCTION.format(language=language) + context), Media("audio", f"data:;base64,{self.file}")]
@@ -55,7 +55,7 @@ class TranscriptionRequest(CommonSamplingKeys, kw_only=True):
 
 
 class TranscriptionFormat(OneChoice, DataEvents):
-    """The answer; a whole one may be nothing but its text."""
+    """The answer; a whole one may be plain text."""
 
     def __init__(self, _: ServedModel, request: TranscriptionRequest) -> None:
         super().__init__()
@@ -65,17 +65,15 @@ class TranscriptionFormat(OneChoice, DataEvents):
             self.media_type = "text/plain; charset=utf-8"
 
     def events(self, index: int, delta: Delta) -> bytes:
-        """What has been added."""
         self.add(index, delta)
         added = text_of(delta)
         return data_event({"type": "transcript.text.delta", "delta": added}) if added else b""
 
     def end(self, usage: Usage) -> bytes:
-        """All of it once more."""
+        """The whole text once more."""
         return data_event({"type": "transcript.text.done", **self._said(usage)}) + DONE
 
     def full(self, usage: Usage) -> bytes:
-        """The whole answer."""
         return self.choice.content.encode() if self._plain else msgspec.json.encode(self._said(usage))
 
     def _said(self, usage: Usage) -> JsonObject:

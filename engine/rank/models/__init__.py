@@ -1,1 +1,1 @@
-"""Models: flat files that read like the paper; what is tensor-parallel about them lies in `layers`."""
+"""Models: flat files that read like the paper. Tensor parallelism is in `layers`."""

@@ -1,4 +1,4 @@
-"""What the rest of a rank asks of models: of a text model, and of encoders of media."""
+"""What a rank asks of a text model and of encoders of media."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
@@ -20,30 +20,30 @@ Launches = Generator[None, None, Tensor]  # what is launched a piece at a time: 
 
 
 class Model(Shard, ABC):
-    """A text model's: what a `Runner` runs. `frequencies`: of the rotary embeddings of its layers."""
+    """A text model, which a `Runner` runs. `frequencies`: of the rotary embeddings of its layers."""
 
     frequencies: RopeTensors
 
     @property
     @abstractmethod
     def head(self) -> VocabTable:
-        """The table that logits come of: this rank's slice, before the soft cap (`geometry.softcap`)."""
+        """This rank's slice of the output table, before the soft cap (`geometry.softcap`)."""
 
     @abstractmethod
     def embed(self, ids: Tensor, exchange: Exchange) -> Tensor:
-        """ids int32 [R] -> the scaled rows [R, hidden] that the layers would begin with."""
+        """ids int32 [R] -> the scaled rows [R, hidden] that the layers start from."""
 
     @abstractmethod
     def states(self, batch: ForwardBatch, attention: AttentionBackend, peers: Peers = None) -> tuple[Tensor, Tensor]:
-        """[R, hidden] each, of `batch.logit_rows`: the residual stream behind the last layer, and its final-normed form. Writes the
-        batch's K and V into attention's cache.
+        """[R, hidden] each, of `batch.logit_rows`: the residual stream after the last layer, and its final-normed form.
+        Writes the batch's K and V into attention's cache.
 
         peers: the ranks' inboxes, or for many rows their sequence-parallel norms; None: sums over ranks are collectives.
         """
 
 
 class MediaEncoder(Shard, ABC):
-    """What makes of pictures, video or audio the rows that take the places of their placeholders' embeddings; every rank has all of
+    """Encodes pictures, video or audio into rows that replace the embeddings of their placeholders. Every rank has all of
     it. `out`: the last product, as wide as the embeddings."""
 
     def __init__(self, geometry: MediaGeometry, dtype: torch.dtype, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class MediaEncoder(Shard, ABC):
 
     @abstractmethod
     def inputs(self, data: Tensor) -> list[Tensor]:
-        """An item's data, as `MediaItem` has it -> what is encoded by itself: a picture, or each frame of a video."""
+        """An item's data, as in `MediaItem` -> the parts that are encoded separately: a picture, or each frame of a video."""
 
     @abstractmethod
     def rows(self, one: Tensor) -> int:
@@ -60,15 +60,15 @@ class MediaEncoder(Shard, ABC):
 
     @abstractmethod
     def largest(self) -> list[Tensor]:
-        """Inputs that take about as much memory as any batch."""
+        """Inputs that need about as much memory as any batch."""
 
     def warm(self, *, graphs: bool) -> None:  # noqa: ARG002 (a tower's)
-        """Run as much as there will ever be at once; with `graphs`, capture what can be."""
+        """Runs the largest batch; with `graphs`, captures CUDA graphs."""
         self(self.largest())
 
     @abstractmethod
     def encoded(self, batch: Sequence[Tensor]) -> Launches:
-        """Inputs -> what is normed and goes through `out`; launched a layer at a time."""
+        """Inputs -> normed input of `out`; launched a layer at a time."""
 
     def pieces(self, batch: Sequence[Tensor]) -> Launches:
         """`forward`, launched a layer at a time."""

@@ -1,7 +1,7 @@
-"""The shape of a Gemma 4 assistant: the drafter that reads its target's K and V, and writes none.
+"""The shape of a Gemma 4 assistant: a drafter that reads its target's K and V and writes none.
 
-Source: the public configs and transformers' `models/gemma4_assistant`. It is read for a target: each of its layers names the
-target's last layer of its kind that owns K and V, and what does not fit the target is an error. No torch here.
+Source: the public configs and transformers' `models/gemma4_assistant`. It is read for a target. Each layer names the target's last
+layer of its kind that owns K and V. A drafter that does not fit the target is an error. No torch here.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ _SUFFIX = "_assistant"
 @dataclass(frozen=True)
 class AssistantGeometry(Geometry):
     """A drafter's. backbone: the target's hidden size; centroids: clusters of its head's vocabulary, of which the best
-    `centroid_top_k` are looked at; 0: the head looks at all ids."""
+    `centroid_top_k` are read; 0: the head reads all ids."""
 
     backbone: int
     centroids: int
@@ -27,8 +27,8 @@ class AssistantGeometry(Geometry):
 
 
 def read_assistant(folder: Path, target: Geometry, tp: int = 1) -> AssistantGeometry:
-    """Geometry of the assistant in `folder`, for `target` on `tp` ranks; CheckpointError: it is none, another model's, or cannot be
-    cut for them."""
+    """The assistant in `folder`, for `target` on `tp` ranks. CheckpointError if it is not one, fits another model, or cannot
+    be cut."""
     path = folder / "config.json"
     config = read_json(path)
     kind = str(config.get("model_type"))
@@ -58,7 +58,7 @@ def _source(layer: Layer, target: Geometry, path: Path) -> int:
 
 
 def _unlike(assistant: AssistantGeometry, target: Geometry) -> list[str]:
-    """What keeps an assistant from drafting for `target`."""
+    """Why an assistant cannot draft for `target`."""
     pairs: list[tuple[str, object, object]] = [
         ("hidden size of its model", assistant.backbone, target.hidden),
         ("vocabulary", assistant.vocab, target.vocab),

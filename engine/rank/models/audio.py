@@ -26,14 +26,14 @@ from kernels.norm import rms_norm
 
 
 class Before(NamedTuple):
-    """Rows int64 [T, n] that each row sees, the nearest first; bool, where there is none."""
+    """Rows int64 [T, n] that each row sees, the nearest first; bool, true where there is no such row."""
 
     rows: Tensor
     none: Tensor
 
     @classmethod
     def of(cls, lengths: Sequence[int], count: int, device: torch.device) -> "Before":
-        """Makes the table for clips of so many rows, one behind the other."""
+        """The table for consecutive clips of that many rows."""
         counts = torch.tensor(lengths)
         first = (counts.cumsum(0) - counts).repeat_interleave(counts)
         rows = torch.arange(sum(lengths))[:, None] - torch.arange(count)
@@ -76,7 +76,7 @@ class FeedForward(nn.Module):
 
 
 class AudioAttention(nn.Module):
-    """softmax( cap tanh( q (k + r) / cap ) ) v in fp32: r is of the distance between two rows."""
+    """softmax( cap tanh( q (k + r) / cap ) ) v in fp32; r depends on the distance between two rows."""
 
     def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class AudioAttention(nn.Module):
 
 
 class Convolution(nn.Module):
-    """W silu( norm( depthwise( glu( W' norm(x) ) ) ) ), over a row and those before it."""
+    """W silu( norm( depthwise( glu( W' norm(x) ) ) ) ), over a row and earlier ones."""
 
     def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
         super().__init__()
@@ -134,8 +134,7 @@ class AudioBlock(nn.Module):
 
 
 class AudioEncoder(MediaEncoder):
-    """An encoder of clips, fp32 [rows, features]; without a tower the rows are what is projected. Its geometry is an
-    `AudioGeometry`."""
+    """An encoder of clips, fp32 [rows, features], with an `AudioGeometry`. Without a tower it projects the rows themselves."""
 
     geometry: AudioGeometry
 

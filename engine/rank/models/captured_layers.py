@@ -1,9 +1,8 @@
-"""A vision tower's layers in CUDA graphs, for few pictures: for these the host takes longer to launch a layer than the device to
-run it.
+"""A vision tower's layers in CUDA graphs, for few pictures: the host would take longer to launch a layer than the device to run it.
 
-    rows of pictures --copied--> fixed addresses, padded to one of SIZES --> a graph of LAYERS layers after the other --> rows
+    rows of pictures --copied--> fixed addresses, padded to one of SIZES --> graphs of LAYERS layers in sequence --> rows
 
-Rows behind the last picture belong to none: no picture's rows read them.
+No picture's rows read the padding rows at the end.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ SIZES = (*range(288, 2593, 288), *range(3168, CAPTURED_PATCHES + 1, 576))  # 252
 
 
 class Rows(NamedTuple):
-    """What all layers know of a batch: cos and sin fp32 [T, head_dim / 2]; starts int32 [pictures + 1], first rows and the end;
+    """Inputs of all layers for a batch: cos and sin fp32 [T, head_dim / 2]; starts int32 [pictures + 1], first rows and the end;
     longest: patches of the largest picture."""
 
     cos: Tensor
@@ -35,7 +34,7 @@ RunLayers = Callable[[range, Tensor, Tensor, Rows], tuple[Tensor, Tensor]]
 
 
 class CapturedLayers:
-    """`count` layers, of which `run` computes some: h and its normed form x, behind them.
+    """`count` layers. `run` computes some of them and returns h and its normed form x.
 
     states  [2, SIZES[-1], hidden], of h and x;   angles  fp32 [2, SIZES[-1], head_dim / 2], of cos and sin: memory for inputs
     """
@@ -56,7 +55,7 @@ class CapturedLayers:
         return len(rows.cos) <= SIZES[-1] and len(rows.starts) <= PICTURES + 1
 
     def pieces(self, h: Tensor, x: Tensor, rows: Rows) -> Launches:
-        """h [T, hidden] and its normed form x -> h behind all layers."""
+        """h [T, hidden] and its normed form x -> h after all layers."""
         count, pictures, own = len(h), len(rows.starts), self._rows
         size = next(size for size in SIZES if size >= count)
         self._states[0, :count], self._states[1, :count] = h, x

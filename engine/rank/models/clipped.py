@@ -1,4 +1,4 @@
-"""Products whose input and output have bounds, which towers' checkpoints hold as 0-d tensors beside the matrix."""
+"""Products with bounds on input and output, which checkpoints of towers hold as 0-d tensors next to the matrix."""
 
 from pathlib import Path
 
@@ -18,8 +18,8 @@ _MATRIX = ".linear.weight"
 
 
 class ClippedProduct(nn.Module):
-    """x W^T, by the library: kernels for few rows would be compiled when such a picture comes. bounds: between which x, and then
-    the product, is cut; None: neither is."""
+    """x W^T by the library: our kernels for few rows would be compiled when such a picture comes. bounds: of x and of the
+    product, or None."""
 
     def __init__(self, shard: Shard, rows: int, columns: int) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class ClippedProduct(nn.Module):
 
 
 def load_encoder(model: Shard, tensors: TensorTable, folder: Path, weights: Quantisation = UNQUANTISED) -> None:
-    """Fill an encoder from the checkpoint in `folder`, with the bounds of products that it calls `*.linear`; CheckpointError as
-    `load`. A bound that is not there bounds nothing."""
+    """Fills an encoder from the checkpoint in `folder`, with the bounds of products that it calls `*.linear`.
+    CheckpointError as `load`. A missing bound means no bound."""
     load(model, tensors, folder, weights)
     by_name, _ = headers(folder, tensors, model.geometry)
     scalars = {}

@@ -1,5 +1,5 @@
-"""The tensors of encoders of media: vision towers, the 12B's embedder, audio towers, the 12B's projection of samples. No torch:
-shapes are asked for without it."""
+"""The tensors of encoders: vision towers, the 12B's embedder, audio towers, the 12B's projection of samples. No torch, so that
+shapes can be read without it."""
 
 from collections.abc import Mapping
 

@@ -4,11 +4,11 @@
               h = h + norm( attention( norm(h) ) );  h = h + norm( mlp( norm(h) ) )     both ways within a picture; no layer scalar
               c = mean(h of 3 x 3 patches) * sqrt(hidden), perhaps standardised
     embedder  c = LN( LN( W LN(p) + b ) + X[x] + Y[y] )                         p: 48 x 48 pixels
-    row = W_out norm(c)                                                         a soft token, which takes an embedding's place
+    row = W_out norm(c)                                                         a soft token, which replaces an embedding
 
-All pictures of a step are one batch without padding: their patches one after the other, those of a cell in consecutive rows, so
-that the mean is that of nine rows; attention has the rows where pictures begin. Products round as transformers' do; norms, rotary
-embedding and gate are fp32 with one cast, as in the text model. Every rank has the whole encoder.
+All pictures of a step are one batch without padding. The patches of a cell are consecutive rows, so that its mean is that of nine
+rows; attention gets the first row of each picture. Products round as in transformers; norms, rotary embedding and gate are
+fp32 with one cast, as in the text model. Every rank has the whole encoder.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ from kernels.ragged_attention import ragged_attention
 
 
 class VisionEncoder(MediaEncoder):
-    """An encoder of pictures and video, uint8 [height, width, 3], sides multiples of 48; `encoded` gives [cells, hidden]. Its
-    geometry is a `VisionGeometry`."""
+    """An encoder of pictures and video frames, uint8 [height, width, 3], sides multiples of 48, with a `VisionGeometry`.
+    `encoded` gives [cells, hidden]."""
 
     geometry: VisionGeometry
 
@@ -55,7 +55,7 @@ class VisionEncoder(MediaEncoder):
 
 
 class VisionBlock(nn.Module):
-    """A layer; as a text block it takes and yields the residual stream and its normed form."""
+    """A layer; like a text block it takes and yields the residual stream and its normed form."""
 
     def __init__(self, shard: Shard, layer: Layer) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class VisionBlock(nn.Module):
         self.norms = shard.norms(BLOCK_NORMS.values())
 
     def forward(self, h: Tensor, x: Tensor, next_norm: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
-        """h [T, hidden] and its normed form x -> the same behind this layer, normed by `next_norm`."""
+        """h [T, hidden] and its normed form x -> the same after this layer, normed by `next_norm`."""
         norms = self.norms
         h, x = self._sum(self._attend(x, rows), h, Norms(norms["post_attention"], norms["pre_mlp"]))
         return self._sum(self.down(geglu(self.gate(x), self.up(x))), h, Norms(norms["post_mlp"], next_norm))
@@ -108,7 +108,7 @@ class Tower(VisionEncoder):
             self.capture(StageGraphs(self.device))
 
     def capture(self, graphs: StageGraphs) -> None:
-        """Capture the layers for batches of few pictures."""
+        """Captures the layers for batches of few pictures."""
         shape = (2, SIZES[-1])
         states = torch.zeros((*shape, self.geometry.hidden), dtype=self.dtype, device=self.device)
         angles = torch.zeros((*shape, self.geometry.layers[0].head_dim // 2), dtype=torch.float32, device=self.device)
@@ -132,13 +132,13 @@ class Tower(VisionEncoder):
         return pooled.to(self.dtype)
 
     def _layers(self, layers: range, h: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """h [T, hidden] and its normed form x behind these layers."""
+        """h [T, hidden] and its normed form x after these layers."""
         for layer in layers:
             h, x = self.blocks[layer](h, x, self._pre_norms[layer + 1], rows)
         return h, x
 
     def _rows(self, pictures: Sequence[Tensor]) -> tuple[Tensor, Tensor, Rows]:
-        """int64 [T] of each patch, x and y, and what layers need."""
+        """int64 [T] of each patch, x and y, and the layers' inputs."""
         counts = [picture.numel() // (3 * PATCH**2) for picture in pictures]
         host = _positions(pictures, CELL)
         starts = np.cumsum([0, *counts])
@@ -180,8 +180,8 @@ class VisionEmbedder(VisionEncoder):
 
 
 def _patches(pictures: Sequence[Tensor], cell: int) -> Tensor:
-    """uint8 [height, width, 3] each -> fp32 [patches, pixels], 0 to 1, of 48 / cell pixels a side; those of a cell lie together,
-    rows of cells, of patches and of pixels in raster order."""
+    """uint8 [height, width, 3] each -> fp32 [patches, pixels], 0 to 1, of 48 / cell pixels a side. Patches of a cell are
+    consecutive; rows of cells, of patches and of pixels are in raster order."""
     side = SIDE // cell
     cut = [picture.view(len(picture) // SIDE, cell, side, -1, cell, side, 3) for picture in pictures]
     patches = [one.permute(0, 3, 1, 4, 2, 5, 6).reshape(-1, 3 * side**2) for one in cut]
