@@ -160,8 +160,9 @@ def decode_attention(
     kv_projections, pairs = (qkv.shape[1] // d - heads) // kv_heads, cos_sin.shape[1] // 2
     if tile is None:
         turns = cdiv(pages_of(page_ids.shape[1] * page, page, window), splits)
-        ctas, read = max(rows, bucket) * kv_heads * splits, read_pairs(pairs) if kv_projections == 1 else 0
-        tile = decode_tile(d, page, ctas, turns, pool.element_size(), shared_memory(qkv), read)
+        ctas, itemsize = max(rows, bucket) * kv_heads * splits, pool.element_size()
+        read = read_pairs(pairs, itemsize) if kv_projections == 1 else 0
+        tile = decode_tile(d, page, ctas, turns, itemsize, shared_memory(qkv), read)
     check_contiguous(*inputs, out)
     assert heads // kv_heads <= ROWS.value, (heads, kv_heads)
     launch(

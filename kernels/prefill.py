@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
-from kernels.numerics import cast, dot, softmax_step
+from kernels.numerics import cast, dot, operand, softmax_step
 from kernels.paged_attention import attention
 from kernels.slots import first_page
 from kernels.splitkv import page_of
@@ -133,6 +133,7 @@ def _extend(
     offset = ((row + token).to(tl.int64) * HEADS + head * GROUP + tl.arange(0, ROWS) % GROUP)[:, None] * D
     live = (token < count)[:, None]
     queries = tl.load(q + (offset + dims[None, :]), live, other=0.0)  # pointers, once added to, stay in registers
+    queries = operand(queries, pool.dtype.element_ty)
     positions = start + token
     end = start + count
     oldest = 0
@@ -183,6 +184,7 @@ def _walk(
         held = ((keys >= oldest) & (keys < end))[:, None] | (MASKED == 0)  # a mask that holds everywhere is compiled away
         k = tl.load(offset, held, other=0.0)
         v = tl.load(value, held, other=0.0)
+        k, v = operand(k, k.dtype), operand(v, v.dtype)
         pages = page_of(ids, key + KEYS, width, KEYS, PAGE)  # one turn ahead
         scores = dot(q, tl.trans(k))
         if MASKED:

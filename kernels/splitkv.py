@@ -7,7 +7,7 @@
 
 Where V is K's raw product (V_AS_K), K is V times its norm's weight in the dims that rope does not turn. There q has the weight and
 is multiplied with V's rows, which are loaded once for both products; of K only the turned dims are read. The owner appends first
-then, and reads its key from the page as any other.
+then, and reads its key from the page as any other. Pages of e4m3 round K and V each by itself, so K is read whole there.
 """
 
 import triton
@@ -15,16 +15,16 @@ import triton.language as tl
 from triton.language import constexpr
 
 from kernels.launch import next_power_of_2, trigger, wait
-from kernels.numerics import LOG2E, cast, dot, first_use
+from kernels.numerics import LOG2E, cast, dot, first_use, operand
 from kernels.qkv import append_kv, load_halves, norm_and_rope, norm_scale, rope_angles
 
 ROWS = constexpr(16)  # rows of a product: the heads of a KV head, and padding
 
 
-def read_pairs(pairs: int) -> int:
+def read_pairs(pairs: int, itemsize: int) -> int:
     """Returns what is read of K where V is its raw product: the `pairs` of dims that rope turns. 0: all of it, as a product of
-    matrices takes 16 dims at least and a power of 2."""
-    return pairs if 16 <= pairs == next_power_of_2(pairs) else 0
+    matrices takes 16 dims at least and a power of 2, and K of one byte a number is not V times a weight."""
+    return pairs if itemsize > 1 and 16 <= pairs == next_power_of_2(pairs) else 0
 
 
 @triton.jit(do_not_specialize=["width", "positions"])  # a mixed step's rows begin anywhere
@@ -91,6 +91,7 @@ def decode_kernel(
     if split >= runs:
         return
 
+    STORED: constexpr = pool.dtype.element_ty
     low = tl.arange(0, READ)
     if EARLY:
         k_low = load_run(heads_k, page, split, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
@@ -99,11 +100,12 @@ def decode_kernel(
 
     if V_AS_K:
         q_scale = norm_scale(*whole_q, eps, D)
-        q_other = cast(other_q * q_scale * other_weight, pool.dtype.element_ty)
+        q_other = cast(other_q * q_scale * other_weight, out.dtype.element_ty)
     else:
         q_scale, q_other = norm_scale(*q_raw, eps, D), None
     q_low, q_high = norm_and_rope(*q_raw, *q_weight, cos_q, sin_q, q_scale)
-    q_low, q_high = cast(q_low, pool.dtype.element_ty), cast(q_high, pool.dtype.element_ty)
+    q_low = operand(cast(q_low, out.dtype.element_ty), STORED)
+    q_high = operand(cast(q_high, out.dtype.element_ty), STORED)
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sums = tl.zeros([ROWS, KEYS], tl.float32)  # of each column of the turns' keys: added up once, at the end
     acc = tl.zeros([ROWS, DV], tl.float32)
@@ -116,9 +118,9 @@ def decode_kernel(
             else:
                 scale = norm_scale(*kv_raw, eps, D)
                 low_new, high_new = norm_and_rope(*kv_raw, *k_weight, cos, sin, scale)
-                key_low = cast(tl.sum(tl.where(own, low_new, 0.0), 0), pool.dtype.element_ty)
-                key_high = cast(tl.sum(tl.where(own, high_new, 0.0), 0), pool.dtype.element_ty)
-                value = cast(v_new * tl.sum(tl.where(rows == 1, scale, 0.0)), pool.dtype.element_ty)
+                key_low = cast(tl.sum(tl.where(own, low_new, 0.0), 0), STORED)
+                key_high = cast(tl.sum(tl.where(own, high_new, 0.0), 0), STORED)
+                value = cast(v_new * tl.sum(tl.where(rows == 1, scale, 0.0)), STORED)
                 if part == 0:
                     tl.store(heads_k + at + low, key_low)
                     tl.store(heads_k + at + HALF + low, key_high)
@@ -199,6 +201,7 @@ def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, a
     Two products of half the head dim, each scaled by itself: neither waits for the other's sum. A GPU's take 16 dims at least.
     `q_other` is multiplied with V, where K's other dims are read there; else None.
     """
+    k_low, k_high, v = operand(k_low, k_low.dtype), operand(k_high, k_high.dtype), operand(v, v.dtype)
     scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E
     if q_other is not None:
         scores += dot(q_other, tl.trans(v)) * LOG2E

@@ -24,7 +24,7 @@ from triton.language import constexpr
 
 from kernels.decode import DecodeScratch
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, processors, shared_memory, trigger, wait
-from kernels.numerics import cast, dot, prefetch, softmax_step
+from kernels.numerics import cast, dot, operand, prefetch, softmax_step
 from kernels.paged_attention import attend_rows
 from kernels.splitkv import add_splits, addresses, load_run, page_of
 
@@ -181,13 +181,14 @@ def verify_kernel(
         read += tl.where(read < PAIRS, 0, D // 2 - PAIRS)
         dims = tl.arange(0, D)
         of_values = tl.load(q_at + dims[None, :], live[:, None] & (dims % (D // 2) >= PAIRS)[None, :], 0.0)
-    queries = tl.load(q_at + read[None, :], live[:, None], 0.0)
+    queries = operand(tl.load(q_at + read[None, :], live[:, None], 0.0), pool.dtype.element_ty)
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV], tl.float32)
     for run in tl.range(split, runs, splits):
         k = load_run(heads_k, page, run, first, oldest, last + 1, read, D, 2 * KEPT, KEYS, PAGE)
         v = load_run(heads_v, page, run, first, oldest, last + 1, columns, D, 2 * KEPT, KEYS, PAGE)
+        k, v = operand(k, k.dtype), operand(v, v.dtype)
         page = page_of(ids, (run + splits) * KEYS, width, KEYS, PAGE)  # one turn ahead
         keys = first + run * KEYS + tl.arange(0, KEYS)
         seen = keys[None, :] <= position[:, None]

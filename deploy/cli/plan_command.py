@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # What NVML reports as the whole memory, MiB; CUDA sees a little less, which the reserve covers.
 GPUS = {"l40s": 46068, "a100-40": 40960, "a100": 81920, "h100": 81559, "h200": 143771, "b200": 183359}
-SIZES = ("tp", "dtype", "max_seqs", "max_len", "prefill_budget", "language_model_only", "memory_fraction")
+SIZES = ("tp", "dtype", "kv_dtype", "max_seqs", "max_len", "prefill_budget", "language_model_only", "memory_fraction")
 Plan = dict[str, Any]  # as --json prints it
 CONTEXTS = (1024, 4096, 9216, 32768, 131072)
 LONGEST = 32768  # max_len of a bare --model, where the model has so many positions
