@@ -31,9 +31,9 @@ def cast(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def operand(x, STORED: tl.constexpr):
-    """x as products take it over pages of STORED: fp16 where they are e4m3, whose numbers it holds exactly; else as it is."""
-    if tl.float8e4nv == STORED:
+def operand(x):
+    """Numbers of pages as products take them: e4m3 as fp16, which holds each of them; others as they are."""
+    if x.dtype == tl.float8e4nv:
         x = x.to(tl.float16)
     return x
 

@@ -36,6 +36,11 @@ def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, d
     return rotated.to(dtype or x.dtype)
 
 
+def query_dtype(qkv: Tensor, pool: Tensor) -> torch.dtype:
+    """Returns the dtype of queries over `pool`: qkv's, or where kernels read e4m3 fp16, as which products take keys then."""
+    return torch.float16 if enabled(qkv) and pool.element_size() == 1 else qkv.dtype
+
+
 def replace_unturned(x: Tensor, other: Tensor, pairs: int) -> Tensor:
     """Returns x [..., d] with `other` in the dims that rope does not turn."""
     d = x.shape[-1]

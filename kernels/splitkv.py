@@ -92,6 +92,7 @@ def decode_kernel(
         return
 
     STORED: constexpr = pool.dtype.element_ty
+    QUERY: constexpr = tl.float16 if tl.float8e4nv == STORED else STORED  # as `operand` makes of keys
     low = tl.arange(0, READ)
     if EARLY:
         k_low = load_run(heads_k, page, split, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
@@ -100,12 +101,11 @@ def decode_kernel(
 
     if V_AS_K:
         q_scale = norm_scale(*whole_q, eps, D)
-        q_other = cast(other_q * q_scale * other_weight, out.dtype.element_ty)
+        q_other = cast(other_q * q_scale * other_weight, QUERY)
     else:
         q_scale, q_other = norm_scale(*q_raw, eps, D), None
     q_low, q_high = norm_and_rope(*q_raw, *q_weight, cos_q, sin_q, q_scale)
-    q_low = operand(cast(q_low, out.dtype.element_ty), STORED)
-    q_high = operand(cast(q_high, out.dtype.element_ty), STORED)
+    q_low, q_high = cast(q_low, QUERY), cast(q_high, QUERY)
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sums = tl.zeros([ROWS, KEYS], tl.float32)  # of each column of the turns' keys: added up once, at the end
     acc = tl.zeros([ROWS, DV], tl.float32)
@@ -201,7 +201,7 @@ def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, a
     Two products of half the head dim, each scaled by itself: neither waits for the other's sum. A GPU's take 16 dims at least.
     `q_other` is multiplied with V, where K's other dims are read there; else None.
     """
-    k_low, k_high, v = operand(k_low, k_low.dtype), operand(k_high, k_high.dtype), operand(v, v.dtype)
+    k_low, k_high, v = operand(k_low), operand(k_high), operand(v)
     scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E
     if q_other is not None:
         scores += dot(q_other, tl.trans(v)) * LOG2E
