@@ -62,7 +62,8 @@ def choose_attention(config: EngineConfig, architecture: ComputeCapability | Non
     if architecture is not None and architecture < _OLDEST:
         raise ConfigError(f"{platform.gpu} is too old: Quartet's kernels compute in bf16, which needs SM80")
     if architecture is not None and config.kv_dtype == "fp8" and architecture < _OLDEST_WITH_FP8:
-        raise ConfigError(f"kv_dtype fp8 needs a GPU of compute capability 8.9 or later, and this is {platform.gpu}: set kv_dtype: auto")
+        needs = "kv_dtype fp8 needs a GPU of compute capability 8.9 or later"
+        raise ConfigError(f"{needs}, and this is {platform.gpu}: set kv_dtype: auto")
     reason = f"{platform.gpu}; as the settings ask" if architecture else platform.gpu
     names = []
     passed: list[Obstacle] = []

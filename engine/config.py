@@ -63,8 +63,8 @@ class EngineSettings(FrozenStruct, kw_only=True):
     dtype: DType = "bfloat16"
     """number format of activations, and of plain weights"""
     kv_dtype: Literal["auto", "fp8", DType] = "auto"
-    """number format of the KV cache; auto: dtype, whatever config.json asks for; fp8: e4m3, half of bfloat16's memory, and rounded to
-    three bits after the leading one; from compute capability 8.9 on"""
+    """number format of the KV cache; auto: dtype, whatever config.json asks for; fp8: e4m3, half of bfloat16's memory, with three
+    bits after the leading one, from compute capability 8.9 on"""
     weights: WeightsName = "auto"
     """format of matrices; auto: as config.json says; fp8: plain folders too, converted at load, from compute capability 8.9 on"""
     max_seqs: Annotated[int, Meta(ge=1, le=MAX_SEQS)] = 16

@@ -69,7 +69,8 @@ def softmax_step(scores, row_max, row_sum):
 
 @triton.jit
 def first_use(x):
-    """x, of 16 or 8 bits, not used before: loads until here are in flight together, none waits for another to reach shared memory."""
+    """x, of 16 or 8 bits, not used before: loads until here are in flight together, none waits for another to reach shared
+    memory."""
     if INTERPRET:
         return x
     PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth

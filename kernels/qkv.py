@@ -4,9 +4,9 @@
                          (x'_i, x'_j) -> (x'_i cos - x'_j sin, x'_j cos + x'_i sin);  all other dims pass through
     qkv_post             all of it: from the raw product to q, and to K and V in their pages
 
-Angles, cos and sin, norm and rotation are fp32, with one cast at the end, of K and V to the pool's dtype; e4m3 saturates at 448. transformers rounds the norm, cos and sin to the
-activation's dtype first; at position 100 000 that costs no accuracy of the angle, but three roundings where one will do, and
-a fused kernel holds all of it in registers anyway.
+Angles, cos and sin, norm and rotation are fp32, with one cast at the end, of K and V to the pool's dtype; e4m3 saturates at 448.
+transformers rounds the norm, cos and sin to the activation's dtype first; at position 100 000 that costs no accuracy of the angle,
+but three roundings where one will do, and a fused kernel holds all of it in registers anyway.
 """
 
 

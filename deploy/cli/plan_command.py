@@ -146,7 +146,9 @@ def gpu_memory(args: argparse.Namespace) -> int:
 
 def parts(report: Plan) -> Iterator[Part]:
     where = "on the CPU" if report["device"] == "cpu" else f"on GPUs of {gib(report['gpu_memory'])}"
-    yield f"{report['model']}: {report['parameters'] / 1e9:.3f} B parameters of text, tp {report['tp']}, {report['dtype']}, {where}"
+    stored = "" if report["kv_dtype"] == "auto" else f", KV in {report['kv_dtype']}"
+    numbers = f"{report['parameters'] / 1e9:.3f} B parameters of text, tp {report['tp']}, {report['dtype']}{stored}"
+    yield f"{report['model']}: {numbers}, {where}"
     yield f"weights per rank  {gib(report['weights_per_rank'])}"
     if "pools" in report:
         yield f"KV per rank       {gib(report['pool_bytes'])} of {gib(report['kv_budget'])} that may be spent on it"

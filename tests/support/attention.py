@@ -185,14 +185,13 @@ def decode_node(
     dtype: torch.dtype = torch.bfloat16,
     pages: int = 64,
     bucket: int = 0,
-    stored: torch.dtype | None = None,
 ) -> Node:
     """The launch of `decode_attention` on a GPU of compute capability `target`."""
     heads, kv_heads, d = shape.heads, shape.kv_heads, shape.d
     with record(target) as nodes:
         decode_attention(
             meta(rows, (heads + shape.kv_projections * kv_heads) * d, dtype=dtype),
-            meta(9, 2, kv_heads, shape.page, d, dtype=stored or dtype),
+            meta(9, 2, kv_heads, shape.page, d, dtype=dtype),
             ints(rows, pages),
             ints(rows),
             meta(rows, 2 * shape.pairs, dtype=torch.float32),

@@ -124,8 +124,8 @@ def same_with_drafts(
     runs = []
     plant = lambda _: None  # noqa: E731
     for mtp in ({}, {"mtp": {"model": str(folder / "assistant"), "drafts": 8}}):
-        sizes = {"max_seqs": AT_ONCE, "prefill_budget": 256, "max_len": 320, "pages": pages, "kv_dtype": kv_dtype, "debug_hash": False}
-        config = config_of(folder, tp, **sizes, **mtp)
+        sizes = {"max_seqs": AT_ONCE, "prefill_budget": 256, "max_len": 320, "pages": pages, "debug_hash": False}
+        config = config_of(folder, tp, kv_dtype=kv_dtype, **sizes, **mtp)
         drafting = AnyDrafts(range(9), (AT_ONCE,), seed) if mtp else None
         if mtp and member not in trained():
             whole = [[*memoryview(one.prompt).cast("i"), *texts(runs[0][0])[one.id][0]] for one in asked]

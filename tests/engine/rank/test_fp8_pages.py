@@ -149,8 +149,9 @@ def test_a_wrong_scale_is_seen(case: Callable[[str], Case], monkeypatch: pytest.
     """K stored a tenth larger, as with the scale of another head, is no rounding of K, and moves the logits by a hundred
     tolerances."""
     it, write = case("31b"), kernels.qkv.store_kv
-    found, held = it.of_ranks(1)
-    monkeypatch.setattr(kernels.qkv, "store_kv", lambda pool, pages, at, k, v: write(pool, pages, at, (1.1 * k.float()).to(E4M3), v))
+    _, held = it.of_ranks(1)
+    larger: Callable[[Tensor], Tensor] = lambda k: (1.1 * k.float()).to(E4M3)  # noqa: E731 - beside the one that it changes
+    monkeypatch.setattr(kernels.qkv, "store_kv", lambda pool, pages, at, k, v: write(pool, pages, at, larger(k), v))
     wrong, stored = it.of_ranks(1)
     with pytest.raises(AssertionError, match="are no rounding of K and V"):
         it.error(wrong, stored)
