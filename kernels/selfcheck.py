@@ -231,7 +231,8 @@ def _qkv_post(draw: RandomInputs, e4m3: bool = False) -> Outputs:
     pool, q = draw.pool(5, kv_heads, d) * math.nan, draw.floats(4, heads, d)
     if e4m3 and not _has_fp8(pool):
         return ()
-    pool = pool.to(E4M3) if e4m3 else pool
+    if e4m3:
+        pool = pool.to(E4M3)
     rows = draw.ints(3, 1, 4, 2).view(2, 2), draw.ints(0, 1, 0, 1), draw.ints(17, 15, -1, 31)
     raw, cos_sin = draw.floats(4, (heads + 2 * kv_heads) * d), draw.fp32(4, 2 * pairs)
     qkv_post(raw, pool, *rows, cos_sin, draw.floats(d), draw.floats(d), _EPS, q)
@@ -265,7 +266,8 @@ def _decode(
         pool[:, 0] = replace_unturned(pool[:, 0], pool[:, 1] * k_norm, pairs)
     if e4m3 and not _has_fp8(pool):
         return ()
-    pool = pool.to(E4M3) if e4m3 else pool
+    if e4m3:
+        pool = pool.to(E4M3)
     norms = q_norm, k_norm if kv_projections else None
     decode_attention(raw, pool, ids, draw.ints(114, 0, -1), cos_sin, *norms, _EPS, window, scratch, out, splits)
     return out, pool
@@ -278,9 +280,11 @@ def _verify(draw: RandomInputs, d: int, pairs: int, e4m3: bool = False) -> Outpu
     pool = draw.pool(9, 1, d)
     if e4m3 and not _has_fp8(pool):
         return ()
-    pool = pool.to(E4M3) if e4m3 else pool
+    if e4m3:
+        pool = pool.to(E4M3)
     q = draw.floats(3 * q_len, heads, d, scale=d**-0.25)
-    q = q.half() if e4m3 else q
+    if e4m3:
+        q = q.half()
     ids = draw.ints(*range(8, 2, -1), *[_NO_PAGE] * 9).view(3, 5)
     out = draw.floats(3 * q_len, heads, d)
     positions = draw.ints(*range(200, 204), 0, 1, 2, *[-1] * 5)
@@ -301,12 +305,14 @@ def _extend(
     pool, out = draw.pool(17, kv_heads, d), draw.floats(60, heads, d)
     if e4m3 and not _has_fp8(pool):
         return ()
-    pool = pool.to(E4M3) if e4m3 else pool
+    if e4m3:
+        pool = pool.to(E4M3)
     chunks = draw.ints(0, 2, 0, 33, 1, 40, 83, 20, 1, 35, -5, 5).view(3, 4)
     tiles = extend_tiles(chunks, tile_tokens(heads, kv_heads), 60)
     last_seen = draw.ints(*[0] * 3, *[32] * 32, *[-1] * 5, *range(83, 90), *[99] * 10, 100, 101, 102) if image else None
     q, table = draw.floats(60, heads, d, scale=d**-0.25), 1 + draw.rising(2, 8)
-    q = q.half() if e4m3 else q
+    if e4m3:
+        q = q.half()
     extend_attention(q, pool, table, tiles, window, out, last_seen=last_seen)
     return (out,)
 
