@@ -39,6 +39,19 @@ def operand(x):
 
 
 @triton.jit
+def halves(x):
+    """x, of int16, each two e4m3 numbers -> the low ones and the high ones, in fp16."""
+    if INTERPRET:
+        low = (x & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        return low, (x >> 8 & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $2, 0, 0x3120; mov.b32 {l, h}, t;"
+        " cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }",
+        "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
 def dot(a, b):
     """a [m, k] times b [k, n] of one dtype, summed in fp32; fp32 operands are not cut to tf32."""
     if INTERPRET:

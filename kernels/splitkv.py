@@ -8,6 +8,7 @@
 Where V is K's raw product (V_AS_K), K is V times its norm's weight in the dims that rope does not turn. There q has the weight and
 is multiplied with V's rows, which are loaded once for both products; of K only the turned dims are read. The owner appends first
 then, and reads its key from the page as any other. Pages of e4m3 round K and V each by itself, so K is read whole there.
+V in e4m3 is read two columns at a time, as int16: a product's operand comes out of shared memory transposed in 16 bits alone.
 """
 
 import triton
@@ -15,7 +16,7 @@ import triton.language as tl
 from triton.language import constexpr
 
 from kernels.launch import next_power_of_2, trigger, wait
-from kernels.numerics import LOG2E, cast, dot, first_use, operand
+from kernels.numerics import LOG2E, cast, dot, first_use, halves, operand
 from kernels.qkv import append_kv, load_halves, norm_and_rope, norm_scale, rope_angles
 
 ROWS = constexpr(16)  # rows of a product: the heads of a KV head, and padding
@@ -55,6 +56,13 @@ def decode_kernel(
     k_weight = load_halves(k_norm + half, own, 1.0, HALF)
     ids = page_ids + row * width
     heads_k, heads_v = pool + head * PAGE * D, pool + KEPT + head * PAGE * D
+    STORED: constexpr = pool.dtype.element_ty
+    QUERY: constexpr = tl.float16 if tl.float8e4nv == STORED else STORED  # as `operand` makes of keys
+    JOINED: constexpr = 2 if tl.float8e4nv == STORED else 1  # columns of V that are read as one number
+    values_at = heads_v
+    if JOINED == 2:
+        values_at = heads_v.to(tl.pointer_type(tl.int16), bitcast=True)
+    joined = part * (DV // JOINED) + tl.arange(0, DV // JOINED)
     cos_sin += row * 2 * PAIRS
     wait(PDL)
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
@@ -91,13 +99,11 @@ def decode_kernel(
     if split >= runs:
         return
 
-    STORED: constexpr = pool.dtype.element_ty
-    QUERY: constexpr = tl.float16 if tl.float8e4nv == STORED else STORED  # as `operand` makes of keys
     low = tl.arange(0, READ)
     if EARLY:
         k_low = load_run(heads_k, page, split, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
         k_high = load_run(heads_k, page, split, first, oldest, end, low + HALF, D, 2 * KEPT, KEYS, PAGE)
-        v = load_run(heads_v, page, split, first, oldest, end, columns, D, 2 * KEPT, KEYS, PAGE)
+        v = load_run(values_at, page, split, first, oldest, end, joined, D // JOINED, 2 * KEPT // JOINED, KEYS, PAGE)
 
     if V_AS_K:
         q_scale = norm_scale(*whole_q, eps, D)
@@ -131,6 +137,8 @@ def decode_kernel(
                 acc += value.to(tl.float32)[None, :]
 
     begin = split
+    if JOINED == 2:  # even and odd columns apart
+        acc = acc.reshape(ROWS, DV // 2, 2).split()
     if EARLY:
         page = page_of(ids, (split + SPLITS) * KEYS, width, KEYS, PAGE)
         seen = _seen(split, first, oldest, end, KEYS)
@@ -140,11 +148,13 @@ def decode_kernel(
     for run in tl.range(begin, runs, SPLITS):
         k_low = load_run(heads_k, page, run, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
         k_high = load_run(heads_k, page, run, first, oldest, end, low + HALF, D, 2 * KEPT, KEYS, PAGE)
-        v = load_run(heads_v, page, run, first, oldest, end, columns, D, 2 * KEPT, KEYS, PAGE)
+        v = load_run(values_at, page, run, first, oldest, end, joined, D // JOINED, 2 * KEPT // JOINED, KEYS, PAGE)
         page = page_of(ids, (run + SPLITS) * KEYS, width, KEYS, PAGE)  # one turn ahead
         seen = _seen(run, first, oldest, end, KEYS)
         row_max, row_sums, acc = _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, acc)
 
+    if JOINED == 2:
+        acc = tl.interleave(acc[0], acc[1])
     row_sum = tl.sum(row_sums, 1)
     norm = tl.where(row_sum > 0, row_sum, 1.0)
     acc = acc / norm[:, None]
@@ -199,9 +209,10 @@ def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, a
     """One turn of the online softmax, in base 2, as `softmax_step`, with a sum of weights for each column of the keys.
 
     Two products of half the head dim, each scaled by itself: neither waits for the other's sum. A GPU's take 16 dims at least.
-    `q_other` is multiplied with V, where K's other dims are read there; else None.
+    `q_other` is multiplied with V, where K's other dims are read there; else None. v of int16 is two columns of e4m3 each, and acc
+    then the sums of even and of odd columns.
     """
-    k_low, k_high, v = operand(k_low), operand(k_high), operand(v)
+    k_low, k_high = operand(k_low), operand(k_high)
     scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E
     if q_other is not None:
         scores += dot(q_other, tl.trans(v)) * LOG2E
@@ -209,7 +220,14 @@ def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, a
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     weights = tl.exp2(scores - new_max[:, None])
     rescale = tl.exp2(row_max - new_max)[:, None]
-    return new_max, row_sums * rescale + weights, acc * rescale + dot(cast(weights, v.dtype), v)
+    row_sums = row_sums * rescale + weights
+    if v.dtype == tl.int16:
+        even, odd = halves(v)
+        weights = cast(weights, tl.float16)
+        acc = acc[0] * rescale + dot(weights, even), acc[1] * rescale + dot(weights, odd)
+    else:
+        acc = acc * rescale + dot(cast(weights, v.dtype), v)
+    return new_max, row_sums, acc
 
 
 @triton.jit
