@@ -59,9 +59,7 @@ def decode_kernel(
     STORED: constexpr = pool.dtype.element_ty
     QUERY: constexpr = tl.float16 if tl.float8e4nv == STORED else STORED  # as `operand` makes of keys
     JOINED: constexpr = 2 if tl.float8e4nv == STORED else 1  # columns of V that are read as one number
-    values_at = heads_v
-    if JOINED == 2:
-        values_at = heads_v.to(tl.pointer_type(tl.int16), bitcast=True)
+    values_at = joined_values(heads_v)
     joined = part * (DV // JOINED) + tl.arange(0, DV // JOINED)
     cos_sin += row * 2 * PAIRS
     wait(PDL)
@@ -221,13 +219,27 @@ def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, a
     weights = tl.exp2(scores - new_max[:, None])
     rescale = tl.exp2(row_max - new_max)[:, None]
     row_sums = row_sums * rescale + weights
+    return new_max, row_sums, add_values(acc, rescale, weights, v)
+
+
+@triton.jit
+def joined_values(side):
+    """Where V's pages begin; of e4m3 as int16."""
+    if tl.float8e4nv == side.dtype.element_ty:
+        side = side.to(tl.pointer_type(tl.int16), bitcast=True)
+    return side
+
+
+@triton.jit
+def add_values(acc, rescale, weights, v):
+    """acc * rescale + weights v; of v in int16 a pair, the sums of even and of odd columns."""
     if v.dtype == tl.int16:
         even, odd = halves(v)
         weights = cast(weights, tl.float16)
         acc = acc[0] * rescale + dot(weights, even), acc[1] * rescale + dot(weights, odd)
     else:
         acc = acc * rescale + dot(cast(weights, v.dtype), v)
-    return new_max, row_sums, acc
+    return acc
 
 
 @triton.jit

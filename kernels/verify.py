@@ -26,7 +26,7 @@ from kernels.decode import DecodeScratch
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, processors, shared_memory, trigger, wait
 from kernels.numerics import cast, dot, operand, prefetch, softmax_step
 from kernels.paged_attention import attend_rows
-from kernels.splitkv import add_splits, addresses, load_run, page_of
+from kernels.splitkv import add_splits, add_values, addresses, joined_values, load_run, page_of
 
 MOST_QUERIES = 9
 _MOST_ROWS = 128  # of a product: queries x heads of a KV head
@@ -166,6 +166,9 @@ def verify_kernel(
     query, live = lane // GROUP, lane < GROUP * Q_LEN
     columns = part * DV + tl.arange(0, DV)
     heads_k, heads_v = pool + head * PAGE * D, pool + KEPT + head * PAGE * D
+    JOINED: constexpr = 2 if tl.float8e4nv == pool.dtype.element_ty else 1  # columns of V that are read as one number
+    values_at = joined_values(heads_v)
+    joined = part * (DV // JOINED) + tl.arange(0, DV // JOINED)
     ids = page_ids + row * width
 
     position = tl.load(positions + row * Q_LEN + query, live, -1)
@@ -190,22 +193,25 @@ def verify_kernel(
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV], tl.float32)
+    if JOINED == 2:  # even and odd columns apart
+        acc = acc.reshape(ROWS, DV // 2, 2).split()
     for run in tl.range(split, runs, splits):
         k = load_run(heads_k, page, run, first, oldest, last + 1, read, D, 2 * KEPT, KEYS, PAGE)
-        v = load_run(heads_v, page, run, first, oldest, last + 1, columns, D, 2 * KEPT, KEYS, PAGE)
-        k, v = operand(k), operand(v)
+        v = load_run(values_at, page, run, first, oldest, last + 1, joined, D // JOINED, 2 * KEPT // JOINED, KEYS, PAGE)
         page = page_of(ids, (run + splits) * KEYS, width, KEYS, PAGE)  # one turn ahead
         keys = first + run * KEYS + tl.arange(0, KEYS)
         seen = keys[None, :] <= position[:, None]
         if WINDOW > 0:
             seen = seen & (keys[None, :] > position[:, None] - WINDOW)
-        scores = dot(queries, tl.trans(k))
+        scores = dot(queries, tl.trans(operand(k)))
         if PAIRS > 0:
             scores += dot(of_values, tl.trans(v))
         scores = tl.where(seen, scores, -float("inf"))
         row_max, weights, rescale, row_sum = softmax_step(scores, row_max, row_sum)
-        acc = acc * rescale[:, None] + dot(cast(weights, v.dtype), v)
+        acc = add_values(acc, rescale[:, None], weights, v)
 
+    if JOINED == 2:
+        acc = tl.interleave(acc[0], acc[1])
     norm = tl.where(row_sum > 0, row_sum, 1.0)
     acc = acc / norm[:, None]
     out_at = out + line[:, None] * D + columns[None, :]
