@@ -21,6 +21,7 @@ from engine.config import AttentionName, EngineConfig
 from engine.errors import ConfigError
 
 _OLDEST = (8, 0)  # bf16 in tensor cores
+_OLDEST_WITH_FP8 = (8, 9)
 
 
 class AttentionChoice(NamedTuple):
@@ -55,9 +56,14 @@ def attention_here(config: EngineConfig) -> AttentionChoice:
 
 def choose_attention(config: EngineConfig, architecture: ComputeCapability | None, flashinfer: FlashInferFiles) -> AttentionChoice:
     """Chooses the backends of a group on GPUs of compute capability `architecture`; None: on the CPU."""
-    platform = Platform(architecture, flashinfer, config.dtype, config.flashinfer_download, config.widest > 1)
+    platform = Platform(
+        architecture, flashinfer, config.dtype, config.flashinfer_download, config.widest > 1, config.kv_dtype
+    )
     if architecture is not None and architecture < _OLDEST:
         raise ConfigError(f"{platform.gpu} is too old: Quartet's kernels compute in bf16, which needs SM80")
+    if architecture is not None and config.kv_dtype == "fp8" and architecture < _OLDEST_WITH_FP8:
+        needs = "kv_dtype fp8 needs a GPU of compute capability 8.9 or later"
+        raise ConfigError(f"{needs}, and this is {platform.gpu}: set kv_dtype: auto")
     reason = f"{platform.gpu}; as the settings ask" if architecture else platform.gpu
     names = []
     passed: list[Obstacle] = []

@@ -61,8 +61,9 @@ class EngineSettings(FrozenStruct, kw_only=True):
     """ranks of a group: GPUs of one node"""
     dtype: DType = "bfloat16"
     """number format of activations, and of plain weights"""
-    kv_dtype: Literal["auto", DType] = "auto"
-    """number format of the KV cache; auto: dtype, and no other is implemented yet"""
+    kv_dtype: Literal["auto", "fp8", DType] = "auto"
+    """number format of the KV cache; auto: dtype, whatever config.json asks for; fp8: e4m3, half of bfloat16's memory, with three
+    bits after the leading one, from compute capability 8.9 on"""
     weights: WeightsName = "auto"
     """format of matrices; auto: as config.json says; fp8: plain folders too, converted at load, from compute capability 8.9 on"""
     max_seqs: Annotated[int, Meta(ge=1, le=MAX_SEQS)] = 16
@@ -167,7 +168,7 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dic
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """The KV groups of a rank."""
-        return kv_groups(self.geometry, self.tp, self.page, self.dtype)
+        return kv_groups(self.geometry, self.tp, self.page, "float8_e4m3fn" if self.kv_dtype == "fp8" else self.dtype)
 
 
 def engine_config(**settings: object) -> EngineConfig:
@@ -187,8 +188,8 @@ def _check_model(config: EngineConfig) -> None:
         raise ConfigError(f"tpot_target_ms needs a max_len of at least 16 to measure steps by, not {config.max_len}")
     if config.max_len > geometry.max_position:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
-    if config.kv_dtype not in ("auto", config.dtype):
-        raise ConfigError(f"kv_dtype {config.kv_dtype} with dtype {config.dtype} is not implemented; the two must be equal")
+    if config.kv_dtype not in ("auto", "fp8", config.dtype):
+        raise ConfigError(f"kv_dtype {config.kv_dtype} with dtype {config.dtype} is not implemented: say auto or fp8")
     groups = config.kv_groups
     _check_drafts(config, max(geometry.heads // config.tp // group.kv_heads for group in groups))
     from engine.plan import largest_plan, largest_result  # numpy comes with it, which `quartet --help` does without

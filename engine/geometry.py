@@ -24,8 +24,9 @@ Implemented = dict[str, tuple[Any, ...]]  # by key, the values that it may have
 LayerKind = Literal["sliding", "full"]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 DType = Literal["float32", "bfloat16"]
+PageDType = Literal[DType, "float8_e4m3fn"]
 PAGE_SIZE: Final = 32
-ITEMSIZE: Final = {"float32": 4, "bfloat16": 2}  # bytes
+ITEMSIZE: Final = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}  # bytes
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 # Keys that change the mathematics, of Gemma 4 or of its ancestors, and the values that are implemented.
 IMPLEMENTED: Final[Implemented] = {
@@ -147,7 +148,7 @@ class KVGroup:
     head_dim: int
     window: int | None
     page: int = PAGE_SIZE
-    dtype: DType = "bfloat16"
+    dtype: PageDType = "bfloat16"
     bidirectional: bool = False
 
     @property
@@ -202,7 +203,7 @@ def check_tp(geometry: Geometry, tp: int) -> None:
             raise CheckpointError(f"{kv} KV heads neither divide by tensor-parallel size {tp} nor divide it")
 
 
-def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: DType = "bfloat16") -> tuple[KVGroup, ...]:
+def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: PageDType = "bfloat16") -> tuple[KVGroup, ...]:
     """Returns the KV groups that a rank has at `tp`: sliding, if there are such layers, and last full."""
     check_tp(geometry, tp)
     groups: list[KVGroup] = []

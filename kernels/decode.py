@@ -92,7 +92,8 @@ def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int, shared:
 
     The fastest of those tried on an H200 (tests/bench/attention.py). Where CTAs are few, latency counts: V's columns are shared
     out, at the price of reading K from L2 more than once. itemsize: bytes of a number; fp32, for tests, takes the least. shared:
-    bytes of shared memory that a CTA may have. pairs: as a tile's, if all columns of V are summed by one CTA.
+    bytes of shared memory that a CTA may have. pairs: as a tile's, if all columns of V are summed by one CTA. Pages of one byte a
+    number keep as many bytes on their way, by twice as many turns.
     """
     if itemsize == 4:
         return DecodeTile(16, 1, 4, 2, early=False, pairs=pairs)
@@ -110,6 +111,8 @@ def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int, shared:
             tile = replace(tile, stages=2)
     while tile.shared_bytes(d) > shared and tile.keys > 16:
         tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
+    if itemsize == 1 and not tile.early:
+        tile = replace(tile, stages=2 * tile.stages - 1)
     return tile
 
 
@@ -160,8 +163,9 @@ def decode_attention(
     kv_projections, pairs = (qkv.shape[1] // d - heads) // kv_heads, cos_sin.shape[1] // 2
     if tile is None:
         turns = cdiv(pages_of(page_ids.shape[1] * page, page, window), splits)
-        ctas, read = max(rows, bucket) * kv_heads * splits, read_pairs(pairs) if kv_projections == 1 else 0
-        tile = decode_tile(d, page, ctas, turns, pool.element_size(), shared_memory(qkv), read)
+        ctas, itemsize = max(rows, bucket) * kv_heads * splits, pool.element_size()
+        read = read_pairs(pairs, itemsize) if kv_projections == 1 else 0
+        tile = decode_tile(d, page, ctas, turns, itemsize, shared_memory(qkv), read)
     check_contiguous(*inputs, out)
     assert heads // kv_heads <= ROWS.value, (heads, kv_heads)
     launch(

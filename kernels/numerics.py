@@ -1,7 +1,7 @@
 """Casts and products for Triton kernels that give the same on a GPU and under the interpreter.
 
-The interpreter cuts fp32 off where bf16 rounds to nearest, loses the carry of a mantissa that e4m3 rounds up, and multiplies bf16
-operands' bit patterns; see `kernels.launch`.
+The interpreter cuts fp32 off where bf16 rounds to nearest, loses the carry of a mantissa that e4m3 rounds up, makes
+large numbers and NaN others in e4m3, and multiplies bf16 operands' bit patterns; see `kernels.launch`.
 """
 
 import triton
@@ -14,7 +14,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def cast(x, DTYPE: tl.constexpr):
-    """fp32 -> DTYPE, to the nearest, ties to even."""
+    """fp32 -> DTYPE, to the nearest, ties to even; e4m3 saturates at 448."""
     if INTERPRET and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
@@ -24,8 +24,31 @@ def cast(x, DTYPE: tl.constexpr):
         bits += 0x7FFFF + ((bits >> 20) & 1)
         rounded = (bits & 0xFFF00000).to(tl.float32, bitcast=True)
         below = (x + 24576.0) - 24576.0  # multiples of 2^-9, below the least normal number
-        return tl.where(tl.abs(x) < 0.015625, below, tl.where(x == x, rounded, x)).to(DTYPE)
+        rounded = tl.minimum(tl.maximum(rounded, -448.0), 448.0)
+        code = tl.where(tl.abs(x) < 0.015625, below, rounded).to(DTYPE).to(tl.uint8, bitcast=True)
+        return tl.where(x == x, code, 0x7F).to(tl.uint8).to(DTYPE, bitcast=True)  # NaN stays NaN
     return x.to(DTYPE)
+
+
+@triton.jit
+def operand(x):
+    """Numbers of pages as products take them: e4m3 as fp16, which holds each of them; others as they are."""
+    if x.dtype == tl.float8e4nv:
+        x = x.to(tl.float16)
+    return x
+
+
+@triton.jit
+def halves(x):
+    """x, of int16, each two e4m3 numbers -> the low ones and the high ones, in fp16."""
+    if INTERPRET:
+        low = (x & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        return low, (x >> 8 & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $2, 0, 0x3120; mov.b32 {l, h}, t;"
+        " cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }",
+        "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -59,10 +82,12 @@ def softmax_step(scores, row_max, row_sum):
 
 @triton.jit
 def first_use(x):
-    """x, of 16 bits, not used before: loads until here are in flight together, none waits for another to reach shared memory."""
+    """x, of 16 or 8 bits, not used before: loads until here are in flight together, none waits for another to reach shared
+    memory."""
     if INTERPRET:
         return x
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK)
 
 
 @triton.jit

@@ -49,7 +49,8 @@ def attention(
     if window is not None:
         seen &= keys > positions[..., None] - window
     page_heads = page_ids[:, None] * 2 * kv_heads + torch.arange(2 * kv_heads, device=q.device).view(2, 1, -1, 1)
-    k, v = torch.embedding(pool.view(-1, page * d), page_heads).float().view(2, rows, kv_heads, -1, d)  # [rows, kv_heads, keys, d]
+    held = torch.embedding(pool.view(-1, page * d).view(torch.uint8), page_heads).view(pool.dtype)  # of any dtype, as bytes
+    k, v = held.float().view(2, rows, kv_heads, -1, d)  # [rows, kv_heads, keys, d]
     if not v.sum().isfinite():  # else weights of zero are enough
         v.masked_fill_(~seen.any(1)[:, None, :, None], 0.0)
     grouped = q.float().view(rows, n, kv_heads, -1, d).transpose(1, 2)  # [rows, kv_heads, n, group, d]

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
-from kernels.numerics import cast, dot, softmax_step
+from kernels.numerics import cast, dot, operand, softmax_step
 from kernels.paged_attention import attention
 from kernels.slots import first_page
 from kernels.splitkv import page_of
@@ -42,7 +42,7 @@ def extend_attention(
     out: Tensor,
     last_seen: Tensor | None = None,
 ) -> None:
-    """q [T, heads, d], normed and roped -> out [T, heads, d]; rows that no tile names are left alone.
+    """q [T, heads, d], normed and roped, in `kernels.qkv.query_dtype` -> out [T, heads, d]; rows that no tile names are left alone.
 
     pool   one layer's [pages, 2, kv_heads, page, d]; the chunks' own keys are already in it
     table  int32 [slots, width]
@@ -64,7 +64,7 @@ def extend_attention(
     kv_heads, page, d = pool.shape[2:]
     heads, values = q.shape[1], min(d, _VALUES)
     group = heads // kv_heads
-    tile_rows, tile_keys = _tile_sizes(d, values, q.element_size(), shared_memory(q))
+    tile_rows, tile_keys = _tile_sizes(d, values, q.element_size(), pool.element_size(), shared_memory(q))
     tokens = max(1, tile_rows // group)
     parts = d // values * cdiv(tile_tokens(heads, kv_heads), tokens)
     launch(
@@ -98,9 +98,10 @@ def paged_prefill(
     return out
 
 
-def _tile_sizes(d: int, values: int, itemsize: int, shared: int) -> tuple[int, int]:
-    """Rows of a CTA, and keys of a turn, that shared memory holds; fp32, for tests, takes the least."""
-    rows, keys = (16, 16) if itemsize == 4 else (_TILE_ROWS, 64 if d <= 256 else 32)
+def _tile_sizes(d: int, values: int, itemsize: int, stored: int, shared: int) -> tuple[int, int]:
+    """Rows of a CTA, and keys of a turn, that shared memory holds; fp32, for tests, takes the least. stored: bytes of a number in
+    pages; of one byte registers hold half of a long turn's keys in two."""
+    rows, keys = (16, 16) if itemsize == 4 else (_TILE_ROWS, 64 if d <= 256 else 16 * stored)
     turn = 4 * (d + values)  # bytes of a key and its value, of which the next turn's are on their way
     while keys > 16 and keys * turn > shared * 3 // 4:
         keys //= 2
@@ -184,12 +185,13 @@ def _walk(
         k = tl.load(offset, held, other=0.0)
         v = tl.load(value, held, other=0.0)
         pages = page_of(ids, key + KEYS, width, KEYS, PAGE)  # one turn ahead
-        scores = dot(q, tl.trans(k))
+        scores = dot(q, tl.trans(operand(k)))
         if MASKED:
             seen = (keys[None, :] <= newest[:, None]) & (keys < end)[None, :]
             if WINDOW > 0:
                 seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, -float("inf"))
         row_max, weights, rescale, row_sum = softmax_step(scores, row_max, row_sum)
+        v = operand(v)
         acc = acc * rescale[:, None] + dot(cast(weights, v.dtype), v)
     return row_max, row_sum, acc

@@ -4,9 +4,9 @@
                          (x'_i, x'_j) -> (x'_i cos - x'_j sin, x'_j cos + x'_i sin);  all other dims pass through
     qkv_post             all of it: from the raw product to q, and to K and V in their pages
 
-Angles, cos and sin, norm and rotation are fp32, with one cast at the end. transformers rounds the norm, cos and sin to the
-activation's dtype first; at position 100 000 that costs no accuracy of the angle, but three roundings where one will do, and
-a fused kernel holds all of it in registers anyway.
+Angles, cos and sin, norm and rotation are fp32, with one cast at the end, of K and V to the pool's dtype; e4m3 saturates at 448.
+transformers rounds the norm, cos and sin to the activation's dtype first; at position 100 000 that costs no accuracy of the angle,
+but three roundings where one will do, and a fused kernel holds all of it in registers anyway.
 """
 
 
@@ -27,13 +27,18 @@ def inverse_frequencies(theta: float, pairs: int, head_dim: int, factor: float =
     return 1.0 / (theta**exponents) / factor
 
 
-def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """x [T, heads, d], weight [d], cos and sin fp32 [T, pairs] with pairs <= d/2 -> [T, heads, d] in x's dtype."""
+def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """x [T, heads, d], weight [d], cos and sin fp32 [T, pairs] with pairs <= d/2 -> [T, heads, d] in `dtype`, else in x's."""
     half, pairs, rotated = x.shape[-1] // 2, cos.shape[1], rms_norm(x, weight, eps, torch.float32)
     cos, sin = cos[:, None], sin[:, None]
     first, second = rotated[..., :pairs].clone(), rotated[..., half : half + pairs].clone()
     rotated[..., :pairs], rotated[..., half : half + pairs] = first * cos - second * sin, second * cos + first * sin
-    return rotated.to(x.dtype)
+    return rotated.to(dtype or x.dtype)
+
+
+def query_dtype(qkv: Tensor, pool: Tensor) -> torch.dtype:
+    """Returns the dtype of queries over `pool`: qkv's, or where kernels read e4m3 fp16, as which products take keys then."""
+    return torch.float16 if enabled(qkv) and pool.element_size() == 1 else qkv.dtype
 
 
 def replace_unturned(x: Tensor, other: Tensor, pairs: int) -> Tensor:
@@ -43,7 +48,8 @@ def replace_unturned(x: Tensor, other: Tensor, pairs: int) -> Tensor:
 
 
 def store_kv(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-    """k and v [T, kv_heads, d] go to `offsets` int [T] of `pages` int [T], as int64: a pool exceeds 2^31 elements at real sizes."""
+    """k and v [T, kv_heads, d], in the pool's dtype, go to `offsets` int [T] of `pages` int [T], as int64: a pool exceeds 2^31
+    elements at real sizes."""
     pages, offsets = pages.long(), offsets.long()
     pool[pages, 0, :, offsets] = k
     pool[pages, 1, :, offsets] = v
@@ -82,7 +88,8 @@ def qkv_post(
         if not kv:
             return
         assert k_norm is not None, "a layer that writes K needs its norm"
-        k, v = norm_rope(kv[0], k_norm, cos, sin, eps), rms_norm(kv[-1], None, eps)
+        k = norm_rope(kv[0], k_norm, cos, sin, eps, pool.dtype)
+        v = rms_norm(kv[-1], None, eps, torch.float32).to(pool.dtype)
         live = positions >= 0
         if not live.all():
             slots, positions, k, v = slots[live], positions[live], k[live], v[live]

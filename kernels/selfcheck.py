@@ -34,7 +34,7 @@ from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.launch import enabled, plain_torch
 from kernels.linear import FP32, GEGLU, gelu_times, linear
-from kernels.packed import PackedMatrix, PackedRows, fp8_matrix, pack_rows, unpacked
+from kernels.packed import E4M3, PackedMatrix, PackedRows, fp8_matrix, pack_rows, unpacked
 from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, tile_tokens
 from kernels.qkv import qkv_post, replace_unturned
@@ -233,10 +233,14 @@ def _own_rows(draw: RandomInputs) -> Outputs:
     return h, x
 
 
-def _qkv_post(draw: RandomInputs) -> Outputs:
+def _qkv_post(draw: RandomInputs, e4m3: bool = False) -> Outputs:
     """Two projections, grouped heads, a padding row; the pool amid NaN."""
     heads, kv_heads, d, pairs = 4, 2, 32, 5
     pool, q = draw.pool(5, kv_heads, d) * math.nan, draw.floats(4, heads, d)
+    if e4m3 and not _has_fp8(pool):
+        return ()
+    if e4m3:
+        pool = pool.to(E4M3)
     rows = draw.ints(3, 1, 4, 2).view(2, 2), draw.ints(0, 1, 0, 1), draw.ints(17, 15, -1, 31)
     raw, cos_sin = draw.floats(4, (heads + 2 * kv_heads) * d), draw.fp32(4, 2 * pairs)
     qkv_post(raw, pool, *rows, cos_sin, draw.floats(d), draw.floats(d), _EPS, q)
@@ -255,7 +259,9 @@ def _ragged(draw: RandomInputs) -> Outputs:
     return (ragged_attention(q, k, v, draw.ints(0, 1, 40, 180), 140),)
 
 
-def _decode(draw: RandomInputs, heads: int, kv_heads: int, d: int, kv_projections: int, window: int | None) -> Outputs:
+def _decode(
+    draw: RandomInputs, heads: int, kv_heads: int, d: int, kv_projections: int, window: int | None, e4m3: bool = False
+) -> Outputs:
     """Rows over several splits, one of a single key, and padding; ids after a row's own page name no page of the pool."""
     rows, splits, pages, pairs = 3, 3, 8, 32
     pool, out = draw.pool(1 + 2 * pages, kv_heads, d), draw.floats(rows, heads * d)
@@ -266,17 +272,27 @@ def _decode(draw: RandomInputs, heads: int, kv_heads: int, d: int, kv_projection
     q_norm, k_norm = draw.floats(2, d, scale=d**-0.25)
     if kv_projections == 1:
         pool[:, 0] = replace_unturned(pool[:, 0], pool[:, 1] * k_norm, pairs)
+    if e4m3 and not _has_fp8(pool):
+        return ()
+    if e4m3:
+        pool = pool.to(E4M3)
     norms = q_norm, k_norm if kv_projections else None
     decode_attention(raw, pool, ids, draw.ints(114, 0, -1), cos_sin, *norms, _EPS, window, scratch, out, splits)
     return out, pool
 
 
-def _verify(draw: RandomInputs, d: int, pairs: int) -> Outputs:
+def _verify(draw: RandomInputs, d: int, pairs: int, e4m3: bool = False) -> Outputs:
     """Rows of several queries: behind a window, at the beginning with one query less, and padding. K is V times a weight, but for
     `pairs` if there are any; kernels read it there."""
     heads, q_len, splits = d // 64, 4, 3
     pool = draw.pool(9, 1, d)
+    if e4m3 and not _has_fp8(pool):
+        return ()
+    if e4m3:
+        pool = pool.to(E4M3)
     q = draw.floats(3 * q_len, heads, d, scale=d**-0.25)
+    if e4m3:
+        q = q.half()
     ids = draw.ints(*range(8, 2, -1), *[_NO_PAGE] * 9).view(3, 5)
     out = draw.floats(3 * q_len, heads, d)
     positions = draw.ints(*range(200, 204), 0, 1, 2, *[-1] * 5)
@@ -290,13 +306,21 @@ def _verify(draw: RandomInputs, d: int, pairs: int) -> Outputs:
     return (out,)
 
 
-def _extend(draw: RandomInputs, heads: int, kv_heads: int, d: int, window: int | None, image: bool = False) -> Outputs:
+def _extend(
+    draw: RandomInputs, heads: int, kv_heads: int, d: int, window: int | None, image: bool = False, e4m3: bool = False
+) -> Outputs:
     """A fresh chunk, one after a prefix, with an image or without, and padding; rows that no tile names are left."""
     pool, out = draw.pool(17, kv_heads, d), draw.floats(60, heads, d)
+    if e4m3 and not _has_fp8(pool):
+        return ()
+    if e4m3:
+        pool = pool.to(E4M3)
     chunks = draw.ints(0, 2, 0, 33, 1, 40, 83, 20, 1, 35, -5, 5).view(3, 4)
     tiles = extend_tiles(chunks, tile_tokens(heads, kv_heads), 60)
     last_seen = draw.ints(*[0] * 3, *[32] * 32, *[-1] * 5, *range(83, 90), *[99] * 10, 100, 101, 102) if image else None
     q, table = draw.floats(60, heads, d, scale=d**-0.25), 1 + draw.rising(2, 8)
+    if e4m3:
+        q = q.half()
     extend_attention(q, pool, table, tiles, window, out, last_seen=last_seen)
     return (out,)
 
@@ -463,15 +487,21 @@ CHECKS = (
         lambda draw: (per_layer_inputs(draw.floats(3, 200), draw.floats(3, 200), draw.floats(40), _EPS, 0.1, 16.0),),
     ),
     Check("kernels.qkv", "head norms, rotation and pages", _qkv_post),
+    Check("kernels.qkv", "head norms, rotation and e4m3 pages", _qkv_post, (True,)),
     Check("kernels.axial_rope", "head norms and rotation of pictures", _axial_rope),
     Check("kernels.ragged_attention", "attention within pictures", _ragged),
     Check("kernels.decode", "decode attention at head dim 256", _decode, (4, 2, 256, 2, 50)),
     Check("kernels.decode", "decode attention at head dim 512", _decode, (16, 4, 512, 1, None)),
+    Check("kernels.decode", "decode attention at head dim 256 over e4m3 pages", _decode, (4, 2, 256, 2, 50, True)),
+    Check("kernels.decode", "decode attention at head dim 512 over e4m3 pages", _decode, (16, 4, 512, 1, None, True)),
     Check("kernels.verify", "attention of several queries a row", _verify, (256, 0)),
+    Check("kernels.verify", "attention of several queries a row over e4m3 pages", _verify, (512, 0, True)),
     Check("kernels.verify", "attention of several queries a row, keys read from values", _verify, (512, 64)),
     Check("kernels.prefill", "prefill attention at head dim 256", _extend, (4, 2, 256, 30)),
     Check("kernels.prefill", "prefill attention at head dim 512", _extend, (8, 1, 512, None)),
     Check("kernels.prefill", "prefill attention over images", _extend, (4, 2, 256, 30, True)),
+    Check("kernels.prefill", "prefill attention at head dim 256 over e4m3 pages", _extend, (4, 2, 256, 30, True, True)),
+    Check("kernels.prefill", "prefill attention at head dim 512 over e4m3 pages", _extend, (8, 1, 512, None, False, True)),
     *(Check("kernels.adjust", f"adjusted logits of {width} rows a slot", _adjust, (width,)) for width in (1, 2)),
     *(
         Check(f"kernels.{module}", f"{what}{' of adjusted rows' * adjusted}", run, (adjusted,))

@@ -7,7 +7,8 @@
 
 Where V is K's raw product (V_AS_K), K is V times its norm's weight in the dims that rope does not turn. There q has the weight and
 is multiplied with V's rows, which are loaded once for both products; of K only the turned dims are read. The owner appends first
-then, and reads its key from the page as any other.
+then, and reads its key from the page as any other. Pages of e4m3 round K and V each by itself, so K is read whole there.
+V in e4m3 is read two columns at a time, as int16: a product's operand comes out of shared memory transposed in 16 bits alone.
 """
 
 import triton
@@ -15,16 +16,16 @@ import triton.language as tl
 from triton.language import constexpr
 
 from kernels.launch import next_power_of_2, trigger, wait
-from kernels.numerics import LOG2E, cast, dot, first_use
+from kernels.numerics import LOG2E, cast, dot, first_use, halves, operand
 from kernels.qkv import append_kv, load_halves, norm_and_rope, norm_scale, rope_angles
 
 ROWS = constexpr(16)  # rows of a product: the heads of a KV head, and padding
 
 
-def read_pairs(pairs: int) -> int:
+def read_pairs(pairs: int, itemsize: int) -> int:
     """Returns what is read of K where V is its raw product: the `pairs` of dims that rope turns. 0: all of it, as a product of
-    matrices takes 16 dims at least and a power of 2."""
-    return pairs if 16 <= pairs == next_power_of_2(pairs) else 0
+    matrices takes 16 dims at least and a power of 2, and K of one byte a number is not V times a weight."""
+    return pairs if itemsize > 1 and 16 <= pairs == next_power_of_2(pairs) else 0
 
 
 @triton.jit(do_not_specialize=["width", "positions"])  # a mixed step's rows begin anywhere
@@ -55,6 +56,11 @@ def decode_kernel(
     k_weight = load_halves(k_norm + half, own, 1.0, HALF)
     ids = page_ids + row * width
     heads_k, heads_v = pool + head * PAGE * D, pool + KEPT + head * PAGE * D
+    STORED: constexpr = pool.dtype.element_ty
+    QUERY: constexpr = tl.float16 if tl.float8e4nv == STORED else STORED  # as `operand` makes of keys
+    JOINED: constexpr = 2 if tl.float8e4nv == STORED else 1  # columns of V that are read as one number
+    values_at = joined_values(heads_v)
+    joined = part * (DV // JOINED) + tl.arange(0, DV // JOINED)
     cos_sin += row * 2 * PAIRS
     wait(PDL)
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
@@ -95,15 +101,15 @@ def decode_kernel(
     if EARLY:
         k_low = load_run(heads_k, page, split, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
         k_high = load_run(heads_k, page, split, first, oldest, end, low + HALF, D, 2 * KEPT, KEYS, PAGE)
-        v = load_run(heads_v, page, split, first, oldest, end, columns, D, 2 * KEPT, KEYS, PAGE)
+        v = load_run(values_at, page, split, first, oldest, end, joined, D // JOINED, 2 * KEPT // JOINED, KEYS, PAGE)
 
     if V_AS_K:
         q_scale = norm_scale(*whole_q, eps, D)
-        q_other = cast(other_q * q_scale * other_weight, pool.dtype.element_ty)
+        q_other = cast(other_q * q_scale * other_weight, QUERY)
     else:
         q_scale, q_other = norm_scale(*q_raw, eps, D), None
     q_low, q_high = norm_and_rope(*q_raw, *q_weight, cos_q, sin_q, q_scale)
-    q_low, q_high = cast(q_low, pool.dtype.element_ty), cast(q_high, pool.dtype.element_ty)
+    q_low, q_high = cast(q_low, QUERY), cast(q_high, QUERY)
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sums = tl.zeros([ROWS, KEYS], tl.float32)  # of each column of the turns' keys: added up once, at the end
     acc = tl.zeros([ROWS, DV], tl.float32)
@@ -116,9 +122,9 @@ def decode_kernel(
             else:
                 scale = norm_scale(*kv_raw, eps, D)
                 low_new, high_new = norm_and_rope(*kv_raw, *k_weight, cos, sin, scale)
-                key_low = cast(tl.sum(tl.where(own, low_new, 0.0), 0), pool.dtype.element_ty)
-                key_high = cast(tl.sum(tl.where(own, high_new, 0.0), 0), pool.dtype.element_ty)
-                value = cast(v_new * tl.sum(tl.where(rows == 1, scale, 0.0)), pool.dtype.element_ty)
+                key_low = cast(tl.sum(tl.where(own, low_new, 0.0), 0), STORED)
+                key_high = cast(tl.sum(tl.where(own, high_new, 0.0), 0), STORED)
+                value = cast(v_new * tl.sum(tl.where(rows == 1, scale, 0.0)), STORED)
                 if part == 0:
                     tl.store(heads_k + at + low, key_low)
                     tl.store(heads_k + at + HALF + low, key_high)
@@ -129,6 +135,8 @@ def decode_kernel(
                 acc += value.to(tl.float32)[None, :]
 
     begin = split
+    if JOINED == 2:  # even and odd columns apart
+        acc = acc.reshape(ROWS, DV // 2, 2).split()
     if EARLY:
         page = page_of(ids, (split + SPLITS) * KEYS, width, KEYS, PAGE)
         seen = _seen(split, first, oldest, end, KEYS)
@@ -138,11 +146,13 @@ def decode_kernel(
     for run in tl.range(begin, runs, SPLITS):
         k_low = load_run(heads_k, page, run, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
         k_high = load_run(heads_k, page, run, first, oldest, end, low + HALF, D, 2 * KEPT, KEYS, PAGE)
-        v = load_run(heads_v, page, run, first, oldest, end, columns, D, 2 * KEPT, KEYS, PAGE)
+        v = load_run(values_at, page, run, first, oldest, end, joined, D // JOINED, 2 * KEPT // JOINED, KEYS, PAGE)
         page = page_of(ids, (run + SPLITS) * KEYS, width, KEYS, PAGE)  # one turn ahead
         seen = _seen(run, first, oldest, end, KEYS)
         row_max, row_sums, acc = _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, acc)
 
+    if JOINED == 2:
+        acc = tl.interleave(acc[0], acc[1])
     row_sum = tl.sum(row_sums, 1)
     norm = tl.where(row_sum > 0, row_sum, 1.0)
     acc = acc / norm[:, None]
@@ -197,8 +207,10 @@ def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, a
     """One turn of the online softmax, in base 2, as `softmax_step`, with a sum of weights for each column of the keys.
 
     Two products of half the head dim, each scaled by itself: neither waits for the other's sum. A GPU's take 16 dims at least.
-    `q_other` is multiplied with V, where K's other dims are read there; else None.
+    `q_other` is multiplied with V, where K's other dims are read there; else None. v of int16 is two columns of e4m3 each, and acc
+    then the sums of even and of odd columns.
     """
+    k_low, k_high = operand(k_low), operand(k_high)
     scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E
     if q_other is not None:
         scores += dot(q_other, tl.trans(v)) * LOG2E
@@ -206,7 +218,28 @@ def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, a
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     weights = tl.exp2(scores - new_max[:, None])
     rescale = tl.exp2(row_max - new_max)[:, None]
-    return new_max, row_sums * rescale + weights, acc * rescale + dot(cast(weights, v.dtype), v)
+    row_sums = row_sums * rescale + weights
+    return new_max, row_sums, add_values(acc, rescale, weights, v)
+
+
+@triton.jit
+def joined_values(side):
+    """Where V's pages begin; of e4m3 as int16."""
+    if tl.float8e4nv == side.dtype.element_ty:
+        side = side.to(tl.pointer_type(tl.int16), bitcast=True)
+    return side
+
+
+@triton.jit
+def add_values(acc, rescale, weights, v):
+    """acc * rescale + weights v; of v in int16 a pair, the sums of even and of odd columns."""
+    if v.dtype == tl.int16:
+        even, odd = halves(v)
+        weights = cast(weights, tl.float16)
+        acc = acc[0] * rescale + dot(weights, even), acc[1] * rescale + dot(weights, odd)
+    else:
+        acc = acc * rescale + dot(cast(weights, v.dtype), v)
+    return acc
 
 
 @triton.jit

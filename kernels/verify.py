@@ -24,9 +24,9 @@ from triton.language import constexpr
 
 from kernels.decode import DecodeScratch
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, processors, shared_memory, trigger, wait
-from kernels.numerics import cast, dot, prefetch, softmax_step
+from kernels.numerics import cast, dot, operand, prefetch, softmax_step
 from kernels.paged_attention import attend_rows
-from kernels.splitkv import add_splits, addresses, load_run, page_of
+from kernels.splitkv import add_splits, add_values, addresses, joined_values, load_run, page_of
 
 MOST_QUERIES = 9
 _MOST_ROWS = 128  # of a product: queries x heads of a KV head
@@ -45,10 +45,12 @@ class VerifyTile:
     stages: int
     pairs: int = 0
 
-    def shared_bytes(self, d: int) -> int:
-        """What q takes and the pipeline holds of K and V, in two bytes a number; large products read one stage late."""
-        held = self.stages if self.rows >= 64 else self.stages - 1
-        return 2 * (self.rows * (d + 2 * self.pairs) + held * self.keys * ((2 * self.pairs or d) + d // self.values)) + 4096
+    def shared_bytes(self, d: int, itemsize: int = 2) -> int:
+        """What q takes and the pipeline holds of K and V, in `itemsize` bytes a number; large products read one stage late, and
+        numbers of one byte once more in two."""
+        late = self.rows >= 64
+        held = itemsize * (self.stages - 1 + late) + 2 * (late and itemsize == 1)
+        return 2 * self.rows * (d + 2 * self.pairs) + held * self.keys * ((2 * self.pairs or d) + d // self.values) + 4096
 
 
 def verify_cut_of(pool: Tensor, rows: int, queries: int, pages: int, pairs: int = 0) -> tuple[int, VerifyTile]:
@@ -68,7 +70,8 @@ def verify_cut(
     As measured on an H200 (tests/bench/verify_cuts.py): sums of 64 registers a thread at most, V's columns shared out where eight
     splits or more remain, and splits for one CTA on each of the GPU's `processors`, or for two of 16 rows with `pairs`. A tile has
     `pairs` too, but neither the largest, nor those of 64 rows where CTAs are few or `shared` is small. itemsize: bytes of a number;
-    fp32, for tests, takes the least. shared: bytes of shared memory that a CTA may have.
+    fp32, for tests, takes the least; of one byte tiles of few rows have twice as many turns on their way. shared: bytes of shared
+    memory that a CTA may have.
     """
     lanes = max(16, next_power_of_2(queries))
     assert lanes <= _MOST_ROWS, queries
@@ -94,7 +97,9 @@ def verify_cut(
             tile = replace(tile, keys=2 * tile.keys, warps=8 if lanes == 16 else 4)
     while tile.shared_bytes(d) > shared and tile.stages > 1:
         tile = replace(tile, keys=tile.keys // 2) if tile.stages == 2 and tile.keys > 16 else replace(tile, stages=tile.stages - 1)
-    assert tile.shared_bytes(d) <= shared, f"{queries} queries of {d} do not fit in {shared} bytes: lower mtp.drafts"
+    if itemsize == 1 and tile.rows < 64:
+        tile = replace(tile, stages=2 * tile.stages - 1)
+    assert tile.shared_bytes(d, itemsize) <= shared, f"{queries} queries of {d} do not fit in {shared} bytes: lower mtp.drafts"
     splits = min(pages if tile.rows * d > 4096 else cdiv(pages, 3), max(1, on_each * processors // (ctas * tile.values)))
     return cdiv(pages, cdiv(pages, splits)), tile
 
@@ -112,12 +117,12 @@ def verify_attention(
 ) -> None:
     """Attention of one layer for `rows` rows of `q_len` queries each, written to `out`.
 
-    q         [rows * q_len, heads, d], normed and roped
+    q         [rows * q_len, heads, d], normed and roped, in `kernels.qkv.query_dtype`
     pool      one layer's [pages, 2, kv_heads, page, d]; it holds the keys and values of all of the queries' positions
     page_ids  int32 [rows, width]: entry j is the page of positions (first + j) * page ..; first is 0, and with a window that of the
               oldest key that the row's first query sees
     positions int32 [rows * q_len]: rising within a row; -1 behind a row's last query: padding, whose output is zero
-    out       [rows * q_len, heads, d] in q's dtype
+    out       [rows * q_len, heads, d]
     splits    CTAs along the keys of a (row, KV head);  tile: as `verify_cut` gives them, for more rows if one variant is to do
     """
     rows, (count, heads, d), (kv_heads, page) = len(page_ids), q.shape, pool.shape[2:4]
@@ -161,6 +166,9 @@ def verify_kernel(
     query, live = lane // GROUP, lane < GROUP * Q_LEN
     columns = part * DV + tl.arange(0, DV)
     heads_k, heads_v = pool + head * PAGE * D, pool + KEPT + head * PAGE * D
+    JOINED: constexpr = 2 if tl.float8e4nv == pool.dtype.element_ty else 1  # columns of V that are read as one number
+    values_at = joined_values(heads_v)
+    joined = part * (DV // JOINED) + tl.arange(0, DV // JOINED)
     ids = page_ids + row * width
 
     position = tl.load(positions + row * Q_LEN + query, live, -1)
@@ -185,21 +193,25 @@ def verify_kernel(
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV], tl.float32)
+    if JOINED == 2:  # even and odd columns apart
+        acc = acc.reshape(ROWS, DV // 2, 2).split()
     for run in tl.range(split, runs, splits):
         k = load_run(heads_k, page, run, first, oldest, last + 1, read, D, 2 * KEPT, KEYS, PAGE)
-        v = load_run(heads_v, page, run, first, oldest, last + 1, columns, D, 2 * KEPT, KEYS, PAGE)
+        v = load_run(values_at, page, run, first, oldest, last + 1, joined, D // JOINED, 2 * KEPT // JOINED, KEYS, PAGE)
         page = page_of(ids, (run + splits) * KEYS, width, KEYS, PAGE)  # one turn ahead
         keys = first + run * KEYS + tl.arange(0, KEYS)
         seen = keys[None, :] <= position[:, None]
         if WINDOW > 0:
             seen = seen & (keys[None, :] > position[:, None] - WINDOW)
-        scores = dot(queries, tl.trans(k))
+        scores = dot(queries, tl.trans(operand(k)))
         if PAIRS > 0:
             scores += dot(of_values, tl.trans(v))
         scores = tl.where(seen, scores, -float("inf"))
         row_max, weights, rescale, row_sum = softmax_step(scores, row_max, row_sum)
-        acc = acc * rescale[:, None] + dot(cast(weights, v.dtype), v)
+        acc = add_values(acc, rescale[:, None], weights, v)
 
+    if JOINED == 2:
+        acc = tl.interleave(acc[0], acc[1])
     norm = tl.where(row_sum > 0, row_sum, 1.0)
     acc = acc / norm[:, None]
     out_at = out + line[:, None] * D + columns[None, :]

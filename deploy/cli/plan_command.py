@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # What NVML reports as the whole memory, MiB; CUDA sees a little less, which the reserve covers.
 GPUS = {"l40s": 46068, "a100-40": 40960, "a100": 81920, "h100": 81559, "h200": 143771, "b200": 183359}
-SIZES = ("tp", "dtype", "max_seqs", "max_len", "prefill_budget", "language_model_only", "memory_fraction")
+SIZES = ("tp", "dtype", "kv_dtype", "max_seqs", "max_len", "prefill_budget", "language_model_only", "memory_fraction")
 Plan = dict[str, Any]  # as --json prints it
 CONTEXTS = (1024, 4096, 9216, 32768, 131072)
 LONGEST = 32768  # max_len of a bare --model, where the model has so many positions
@@ -146,7 +146,9 @@ def gpu_memory(args: argparse.Namespace) -> int:
 
 def parts(report: Plan) -> Iterator[Part]:
     where = "on the CPU" if report["device"] == "cpu" else f"on GPUs of {gib(report['gpu_memory'])}"
-    yield f"{report['model']}: {report['parameters'] / 1e9:.3f} B parameters of text, tp {report['tp']}, {report['dtype']}, {where}"
+    stored = "" if report["kv_dtype"] == "auto" else f", KV in {report['kv_dtype']}"
+    numbers = f"{report['parameters'] / 1e9:.3f} B parameters of text, tp {report['tp']}, {report['dtype']}{stored}"
+    yield f"{report['model']}: {numbers}, {where}"
     yield f"weights per rank  {gib(report['weights_per_rank'])}"
     if "pools" in report:
         yield f"KV per rank       {gib(report['pool_bytes'])} of {gib(report['kv_budget'])} that may be spent on it"

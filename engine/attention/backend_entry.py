@@ -11,13 +11,14 @@ ROW_KINDS: tuple[RowKind, ...] = ("decode", "extend")
 
 class Platform(NamedTuple):
     """A node and the settings, as far as backends depend on them. architecture: its GPUs' compute capability, None: the CPU;
-    download: FlashInfer may fetch kernels that it lacks; drafts: decode rows may have several tokens."""
+    download: FlashInfer may fetch kernels that it lacks; drafts: decode rows may have several tokens; kv_dtype: as the setting."""
 
     architecture: tuple[int, int] | None
     flashinfer: FlashInferFiles
     dtype: str = "bfloat16"
     download: bool = False
     drafts: bool = False
+    kv_dtype: str = "auto"
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:

@@ -25,6 +25,8 @@ def _obstacles(kind: RowKind, platform: Platform) -> Iterator[Obstacle]:
         yield Obstacle(f"{gpu} is not of the SM100 family, and FlashInfer has no such kernels for it")
     if platform.dtype != "bfloat16":
         yield Obstacle(f"its kernels compute in bfloat16, not {platform.dtype}")
+    if platform.kv_dtype == "fp8":
+        yield Obstacle("over fp8 pages it would round queries to fp8 too; kv_dtype fp8 runs on triton")
     if platform.drafts and kind == "decode":
         yield Obstacle("its decode rows are of one token, and with mtp.model they have drafts")
     yield from _missing(platform, fetched=major == _SM100)

@@ -26,7 +26,7 @@ from kernels.linear import linear
 from kernels.qkv import replace_unturned
 from kernels.tiles import LARGE_SHARED
 from tests.bench.timing import FAILURES, READ_RATE, launch_us, precompile_all
-from tests.support.attention import EPS, OUTSIDE, Shape
+from tests.support.attention import E4M3, EPS, OUTSIDE, Shape
 from tests.support.launches import Node, record
 
 PAGE = 32
@@ -48,6 +48,7 @@ class Layer:
     context: int = 1024
     batches: tuple[int, ...] = (1, 4, 8, 16, 32, 100)
     queries: int = 1  # of a row
+    itemsize: int = 2  # bytes of a number in pages; 1: e4m3
 
     def starts(self, rows: int) -> list[int]:
         """The position of each row's first query."""
@@ -62,7 +63,7 @@ class Layer:
         """The one in force."""
         shape = self.shape
         splits = decode_splits(rows, shape.heads // shape.kv_heads, shape.kv_heads, shape.d, pages, PROCESSORS)
-        form = shape.d, PAGE, rows * shape.kv_heads * splits, -(-pages // splits), 2, LARGE_SHARED
+        form = shape.d, PAGE, rows * shape.kv_heads * splits, -(-pages // splits), self.itemsize, LARGE_SHARED
         return splits, decode_tile(*form, shape.read_pairs)
 
     def others(self, rows: int, pages: int) -> Iterator[Cut]:
@@ -70,7 +71,7 @@ class Layer:
         few = (1, 2, 3, 4, 5, 6, 8, 11, 17, 24, 33, 48, 64)
         even = {-(-pages // -(-pages // n)) for n in few if n <= pages}
         near = sorted(even, key=lambda n: abs(math.log(n / self.cut(rows, pages)[0])))
-        for n, tile in product(near[:5], _tiles(self.shape)):
+        for n, tile in product(near[:5], _tiles(self.shape, self.itemsize)):
             if tile.values == 1 or rows * self.shape.kv_heads * n * tile.values <= 2 * PROCESSORS:
                 yield n, replace(tile, early=2 * n >= pages and tile.keys == PAGE)
 
@@ -89,8 +90,12 @@ class Layer:
         decode_attention(qkv, pool, *rows, q_norm, k_norm, EPS, window, it.scratch, out, splits, tile)
 
 
-def _tiles(shape: Shape) -> list[DecodeTile]:
-    if shape.d <= 256:
+def _tiles(shape: Shape, itemsize: int) -> list[DecodeTile]:
+    if itemsize == 1 and shape.d <= 256:
+        tiles = [(2 * PAGE, 1, 4, 2), (PAGE, 1, 4, 3), (PAGE, 1, 4, 5), (2 * PAGE, 1, 8, 3), (2 * PAGE, 2, 4, 3)]
+    elif itemsize == 1:
+        tiles = [(PAGE, 1, 8, 3), (PAGE, 1, 8, 5), (PAGE, 2, 4, 3), (PAGE, 1, 4, 3), (2 * PAGE, 1, 8, 3)]
+    elif shape.d <= 256:
         tiles = [(PAGE, 1, 4, 3), (16, 1, 4, 3), (PAGE, 1, 4, 2), (2 * PAGE, 1, 4, 2), (PAGE, 2, 4, 2)]
     else:
         tiles = [(PAGE, 1, 4, 3), (PAGE, 2, 4, 2), (PAGE, 1, 4, 2), (PAGE, 4, 4, 2), (2 * PAGE, 1, 8, 2), (PAGE, 4, 8, 3)]
@@ -106,6 +111,12 @@ LAYERS = (
     Layer("26b-tp1-full-8k", Shape(16, 2, 512, 64, 1), 8192, (1, 8, 32, 100)),
     Layer("e2b-tp1-sliding", Shape(8, 1, 256, 128, window=512)),
 )
+E4M3_LAYERS = (
+    Layer("31b-tp1-sliding", Shape(32, 16, 256, 128, window=1024), batches=(1, 32, 100)),
+    Layer("31b-tp1-sliding-e4m3", Shape(32, 16, 256, 128, window=1024), batches=(1, 8, 32, 100), itemsize=1),
+    Layer("31b-tp1-full-e4m3", Shape(32, 4, 512, 64), batches=(1, 32, 100), itemsize=1),
+    Layer("31b-tp1-full-8k-e4m3", Shape(32, 4, 512, 64), 8192, (1, 32), itemsize=1),
+)
 
 
 class Inputs:
@@ -115,7 +126,7 @@ class Inputs:
         shape, pages = layer.shape, layer.pages(rows)
         self.layer, self.cuts = layer, list(dict.fromkeys([layer.cut(rows, pages), *layer.others(rows, pages)]))
         pool = rows * pages + 1, 2, shape.kv_heads, PAGE, shape.d
-        copies = max(1, min(96, IN_TURN // (2 * math.prod(pool)))) if device.type == "cuda" else 1
+        copies = max(1, min(96, IN_TURN // (layer.itemsize * math.prod(pool)))) if device.type == "cuda" else 1
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         draw: Draw = partial(torch.empty if device.type == "meta" else torch.randn, device=device, dtype=dtype)
         self.pools = draw((copies, *pool)).mul_(shape.d**-0.25)
@@ -128,6 +139,8 @@ class Inputs:
         if shape.read_pairs:
             k, v = self.pools.unbind(2)
             k.copy_(replace_unturned(k, v * self.given[-1], shape.pairs))
+        if layer.itemsize == 1:
+            self.pools = self.pools.to(E4M3)
         parts = len(positions) * max(splits for splits, _ in self.cuts)
         self.scratch = DecodeScratch(rows, shape.heads, shape.kv_heads, shape.d, parts, device)
 
@@ -206,4 +219,4 @@ def main(layers: Sequence[Layer] = LAYERS, arguments: Sequence[str] | None = Non
 
 
 if __name__ == "__main__":
-    main()
+    main((*LAYERS, *E4M3_LAYERS))

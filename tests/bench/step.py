@@ -23,7 +23,6 @@ import torch
 
 from deploy.models.resolve import resolve
 from engine.config import engine_config
-from engine.geometry import kv_groups, read_geometry
 from engine.plan import StepPlan, decode_result, encode_plan, single_rows
 from engine.rank import compile_ahead
 from engine.rank.builder import load_rank
@@ -57,11 +56,11 @@ def build(args: argparse.Namespace, parallel: Parallel, device: torch.device) ->
         config = engine_config(
             model=str(folder), tp=parallel.size, device=device.type, load_format="dummy",
             max_seqs=most, max_len=args.max_len, prefill_budget=args.prefill_budget, page=32, debug_pages=args.debug_pages, mtp=mtp,
-            weights=args.weights,
+            weights=args.weights, kv_dtype=args.kv_dtype,
         )  # fmt: skip
         compilers = compile_ahead.start(config) if device.type == "cuda" and parallel.rank == 0 else []
         draft_stage.accept = drafters.accepting(drafters.rate(args.accepted, args.drafts), device)  # type: ignore[assignment]
-        pages = pages_held(kv_groups(read_geometry(folder), parallel.size), most, args.context, args.steps * config.widest)
+        pages = pages_held(config.kv_groups, most, args.context, args.steps * config.widest)
         rank = load_rank(config, parallel, device, checked=False)
         bench = bare_rank.build(rank, pages, lambda text: say(parallel, text), args.batches)
     compile_ahead.end(compilers)
@@ -160,6 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.step", description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="dummy:31b")
     parser.add_argument("--weights", default="auto", help="plain, fp8 or int4")
+    parser.add_argument("--kv-dtype", default="auto", help="fp8")
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--shard-of", type=int, default=1, metavar="N", help="a rank's shard of N, as a model of its own")

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.pure
 
 WHOLE = FlashInferFiles("0.7.2.post1", "/kernels", "nvcc")
 NONE = FlashInferFiles()
-B200, B300, H200, RTX, A100, T4 = (10, 0), (10, 3), (9, 0), (12, 0), (8, 0), (7, 5)
+B200, B300, H200, RTX, ADA, A100, T4 = (10, 0), (10, 3), (9, 0), (12, 0), (8, 9), (8, 0), (7, 5)
 NO_KERNELS = "FlashInfer 0.7.2.post1 lacks its kernels on disk, and no request may wait for a download"
 NO_LAUNCHER = "FlashInfer 0.7.2.post1 can build no launcher: nvcc and ninja are not both there"
 WHERE = "kernels in /kernels"
@@ -65,6 +65,9 @@ ASKED = [
     (B200, WHOLE, {"dtype": "float32"}, "triton", "triton"),
     (B200, WHOLE, {"mtp": Mtp(model="drafter")}, "triton", "trtllm_mha"),
     (B200, WHOLE, {"mtp": Mtp(model="drafter", drafts=0)}, "trtllm_mha", "trtllm_mha"),
+    (B200, WHOLE, {"kv_dtype": "fp8"}, "triton", "triton"),
+    (B200, WHOLE, {"kv_dtype": "bfloat16"}, "trtllm_mha", "trtllm_mha"),
+    (ADA, NONE, {"kv_dtype": "fp8"}, "triton", "triton"),
     (H200, WHOLE._replace(cubins=None), {"attention_decode": "trtllm_mha"}, "trtllm_mha", "triton"),
     (RTX, WHOLE, {"attention_decode": "trtllm_mha", "attention_extend": "triton"}, "trtllm_mha", "triton"),
     (None, NONE, {"attention": "reference", "device": "cpu"}, "reference", "reference"),
@@ -90,6 +93,8 @@ REFUSED = [
     (B200, WHOLE._replace(launcher=None), {"attention_extend": "trtllm_mha"}, "can build no launcher"),
     (B200, WHOLE, {"attention": "trtllm_mha", "dtype": "float32"}, "compute in bfloat16, not float32"),
     (B200, WHOLE, {"attention": "trtllm_mha", "mtp": Mtp(model="drafter")}, "trtllm_mha: its decode rows are of one token"),
+    (B200, WHOLE, {"attention_decode": "trtllm_mha", "kv_dtype": "fp8"}, "trtllm_mha: over fp8 pages it would round queries"),
+    (A100, NONE, {"kv_dtype": "fp8"}, "kv_dtype fp8 needs a GPU of compute capability 8.9 or later, and this is SM80"),
     (B200, WHOLE, {"attention": "reference"}, "reference runs on the CPU; on a GPU triton is the backend"),
     (None, WHOLE, {"attention": "triton"}, "triton needs a GPU; this engine runs on the CPU"),
     (None, WHOLE, {"attention_decode": "trtllm_mha"}, "it needs a GPU; this engine runs on the CPU"),

@@ -191,15 +191,16 @@ def test_a_public_drafter_counts_what_was_published(member: str, published: int)
 
 
 def test_a_cache_of_another_dtype_is_refused() -> None:
-    """`kv_dtype` is `dtype`, or auto; pages have the bytes of its elements."""
+    """`kv_dtype` is `dtype`, auto or fp8; pages have the bytes of its elements."""
     asked = {"model": str(resolve("dummy:31b")), "device": "cuda", "load_format": "dummy"}
     with pytest.raises(ConfigError, match="kv_dtype float32 with dtype bfloat16 is not implemented"):
         engine_config(**asked, kv_dtype="float32")
     with pytest.raises(ConfigError, match="kv_dtype"):
-        engine_config(**asked, kv_dtype="fp8")
+        engine_config(**asked, kv_dtype="fp4")
     half, whole = engine_config(**asked, kv_dtype="bfloat16"), engine_config(**asked, dtype="float32")
-    pairs = zip(half.kv_groups, whole.kv_groups, strict=True)
-    assert all(2 * two.page_bytes == four.page_bytes for two, four in pairs)
+    byte = engine_config(**asked, kv_dtype="fp8")
+    groups = zip(byte.kv_groups, half.kv_groups, whole.kv_groups, strict=True)
+    assert all(4 * one.page_bytes == 2 * two.page_bytes == four.page_bytes for one, two, four in groups)
 
 
 def test_a_config_reads_its_models_shapes_once(monkeypatch: pytest.MonkeyPatch) -> None:

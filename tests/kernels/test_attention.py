@@ -11,7 +11,7 @@ from kernels import prefill
 from kernels.chunks import extend_tiles
 from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from tests.support import interpreter
-from tests.support.attention import OUTSIDE, attended, in_pages
+from tests.support.attention import E4M3, OUTSIDE, attended, in_pages, stored_as
 from tests.support.guard_pages import guarded
 from tests.support.launches import record
 
@@ -34,17 +34,26 @@ class Paged:
     table: Tensor
 
 
-def paged(lengths: list[int], kv_heads: int, d: int, window: int | None, dtype: torch.dtype = torch.float32) -> Paged:
-    """Only pages that a window behind the last position reads are kept; unused table entries point far outside the pool."""
+def paged(
+    lengths: list[int],
+    kv_heads: int,
+    d: int,
+    window: int | None,
+    dtype: torch.dtype = torch.float32,
+    stored: torch.dtype | None = None,
+) -> Paged:
+    """Only pages that a window behind the last position reads are kept; unused table entries point far outside the pool. stored:
+    dtype of pages, None: `dtype`."""
     generator = torch.Generator().manual_seed(len(lengths) + d)
-    sides = [[torch.randn(length, kv_heads, d, generator=generator).to(dtype) for length in lengths] for _ in "kv"]
+    drawn = [[torch.randn(length, kv_heads, d, generator=generator).to(dtype) for length in lengths] for _ in "kv"]
+    sides = [[stored_as(x, stored) for x in side] for side in drawn]
     firsts = [0 if window is None else max(0, length - window) // PAGE for length in lengths]
     pool, ids = in_pages(list(zip(*sides, strict=True)), [PAGE * first for first in firsts], PAGE, generator)
     table = torch.full((len(lengths), -(-max(lengths) // PAGE) + 3), OUTSIDE, dtype=torch.int32)
     for slot, (length, first) in enumerate(zip(lengths, firsts, strict=True)):
         count = -(-length // PAGE)
         table[slot, :first], table[slot, first:count] = 0, ids[slot, : count - first]
-    return Paged(*sides, pool, table)
+    return Paged(*sides, pool.to(stored or dtype), table)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None, spans: Sequence[tuple[int, int]] = ()) -> Tensor:
@@ -203,6 +212,26 @@ def interpreted_extend(heads: int, kv_heads: int, d: int, window: int | None) ->
     assert (out - want).abs().max() < TOLERANCE
     if window is not None:
         assert (out - off).abs().max() > FAULT
+
+
+FP16 = 1e-3  # of the softmax's weights and of q, which are fp16 where pages are e4m3; K is not scaled down here
+
+
+@pytest.mark.parametrize("window", [None, WINDOW - 3])
+def interpreted_e4m3_pages(window: int | None) -> None:
+    """Chunks over pages of e4m3, whose numbers are exact in products; K and V exchanged are seen, and so is what pages round."""
+    chunks, lengths = [(0, 0, 30, 70), (1, 70, 0, 33), (2, 103, 197, 3)], [100, 33, 200]
+    q = torch.randn(106, 4, 32, generator=torch.Generator().manual_seed(1)) / 32**0.5
+    held, plain = (paged(lengths, 2, 32, None, stored=stored) for stored in (E4M3, None))
+    strays = []
+    for pool, against in ((held.pool, held), (held.pool.flip(1), held), (held.pool, plain)):
+        out = torch.empty_like(q)
+        extend_attention(q, pool, held.table, tiles_of(chunks, 16), window, out)
+        rows = [(out[row : row + size], q[row : row + size], slot, start) for slot, row, start, size in chunks]
+        found = [(got - dense(asked, against.k[slot], against.v[slot], start, window)) for got, asked, slot, start in rows]
+        strays.append(torch.cat(found).abs().max())
+    assert strays[0] < FP16, strays
+    assert min(strays[1:]) > 100 * FP16, strays
 
 
 def interpreted_columns_of_v() -> None:

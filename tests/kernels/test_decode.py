@@ -16,7 +16,7 @@ from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_s
 from tests.bench import attention as bench
 from tests.bench import verify_cuts
 from tests.support import interpreter
-from tests.support.attention import Case, Shape, decode_case, decode_node, unrotated
+from tests.support.attention import E4M3, Case, Shape, decode_case, decode_node, unrotated
 from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
@@ -64,9 +64,9 @@ def check(case: Case, call: Call, tolerance: float = TOLERANCE) -> None:
     """The output is dense attention's, padding rows are zero, the pool has gained each row's K and V and is else the same bits."""
     assert error(call, case) < tolerance
     assert (call.out[case.positions < 0] == 0).all()
-    assert torch.allclose(call.pool, case.pool_after, rtol=0, atol=tolerance, equal_nan=True)
-    before = ~case.pool.isnan()
-    assert torch.equal(call.pool[before], case.pool[before])
+    pool, given = call.pool.float(), case.pool.float()
+    assert torch.allclose(pool, case.pool_after.float(), rtol=0, atol=tolerance, equal_nan=True)
+    assert torch.equal(pool[~given.isnan()], given[~given.isnan()])
     assert not call.scratch.tickets.any()
 
 
@@ -93,6 +93,14 @@ def test_a_fault_is_seen(fault: str) -> None:
     case = decode_case(SHAPES[0], LENGTHS)
     assert error(attend(case), case) < TOLERANCE
     assert error(attend(FAULTS[fault](case)), case) > FAULT
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=NAMES)
+def test_e4m3_pages(shape: Shape) -> None:
+    """Over pages of e4m3 it is attention over what they hold; over K and V that are not rounded it strays by 100 tolerances."""
+    case = decode_case(shape, LENGTHS, stored=E4M3)
+    check(case, attend(case))
+    assert error(attend(decode_case(shape, LENGTHS)), case) > FAULT
 
 
 @pytest.mark.parametrize("by", [-1, 1])
@@ -169,6 +177,18 @@ def interpreted_equals_dense_attention(shape: Shape, splits: int, tile: DecodeTi
         call = attend(case, splits, tile)
     check(case, call)
     assert len(nodes) == 1
+
+
+FP16 = 1e-3  # of the softmax's weights and of q, which are fp16 where pages are e4m3
+
+
+@pytest.mark.parametrize(("shape", "splits", "tile"), [(*cut[:2], cut[2] and replace(cut[2], pairs=0)) for cut in CUTS])
+def interpreted_e4m3_pages(shape: Shape, splits: int, tile: DecodeTile | None) -> None:
+    """Every cut over pages of e4m3, whose numbers are exact in products; K and V exchanged are seen."""
+    edges = [WINDOW - 1, WINDOW, WINDOW + 1] if shape.window else [shape.page + 1]
+    case = decode_case(shape, [1, 32, 0, *edges, 170], stored=E4M3)
+    check(case, attend(case, splits, tile), FP16)
+    assert shape.window == 1 or error(attend(FAULTS["K as V"](case), splits, tile), case) > 100 * FP16, "it sees its own key alone"
 
 
 def interpreted_keys_are_read_from_values() -> None:

@@ -92,9 +92,32 @@ def test_qkv_post(kv_projections: int) -> None:
     assert (~pool.isnan()).sum() == len(places) * 2 * kv_heads * d
 
 
+def test_e4m3_saturates() -> None:
+    """Of e4m3 pages K and V are the exact ones rounded once; beyond 448 they are 448, and NaN stays NaN. A K rounded to bf16 first
+    is another one, as is one that does not saturate."""
+    heads, kv_heads, d, pairs = 2, 1, 512, 4
+    qkv, cos_sin, k_norm = torch.randn(3, (heads + 2 * kv_heads) * d), torch.randn(3, 2 * pairs), torch.full((d,), 60.0)
+    qkv[1] = 0.0
+    qkv[1, [heads * d, (heads + 1) * d]] = torch.tensor([-9.0, 7.0])  # norms of 22.6 times the weight
+    qkv[2, heads * d] = torch.nan
+    pool, q = torch.zeros((2, 2, kv_heads, 16, d), dtype=torch.float8_e4m3fn), torch.empty(3, heads, d)
+    table, slots, positions = torch.ones((1, 1), dtype=torch.int32), *torch.tensor([[0, 0, 0], [0, 1, 2]], dtype=torch.int32)
+    cos_sin[1] = torch.tensor([1.0] * pairs + [0.0] * pairs)
+    qkv_post(qkv, pool, table, slots, positions, cos_sin, torch.ones(d), k_norm, EPS, q)
+    held = pool[1].float()
+    raw = qkv.view(3, -1, d)
+    k, v = turned(normed(raw[:1, heads : heads + 1], k_norm), cos_sin[:1])[0, 0], normed(raw[0, -1], None)
+    assert torch.equal(held[:, 0, 0], torch.stack([k.float(), v.float()]).to(torch.float8_e4m3fn).float())
+    assert not torch.equal(held[:, 0, 0], torch.stack([k.bfloat16(), v.bfloat16()]).to(torch.float8_e4m3fn).float())
+    assert held[:, 0, 1].aminmax() == (-448.0, 22.0), "V of 22.6 rounds to 22, K of -1357 saturates"
+    assert held[0, 0, 2].isnan().all()
+    assert not held[1, 0, 2].isnan().any()
+
+
 def test_under_the_interpreter() -> None:
     """The interpreted cases of this file hold."""
     interpreter.run(__file__)
 
 
 interpreted_qkv_post = test_qkv_post
+interpreted_e4m3_saturates = test_e4m3_saturates

@@ -15,7 +15,7 @@ from kernels.decode import DecodeScratch
 from kernels.slots import gather_pages
 from kernels.verify import MOST_QUERIES, VerifyTile, verify_attention, verify_cut, verify_cut_of
 from tests.support import interpreter
-from tests.support.attention import Shape, attended, in_pages, unrotated, verify_nodes
+from tests.support.attention import E4M3, Shape, attended, in_pages, stored_as, unrotated, verify_nodes
 from tests.support.compiled import compile_node
 from tests.support.launches import record
 
@@ -50,17 +50,21 @@ class VerifyCase:
         return answer
 
 
-def verify_case(shape: Shape, q_len: int, rows: Sequence[tuple[int, int]], dtype: torch.dtype = torch.float32) -> VerifyCase:
-    """rows: keys before the first query, and how many queries there are; 0: a row of padding."""
+def verify_case(
+    shape: Shape, q_len: int, rows: Sequence[tuple[int, int]], dtype: torch.dtype = torch.float32, stored: torch.dtype | None = None
+) -> VerifyCase:
+    """rows: keys before the first query, and how many queries there are; 0: a row of padding. stored: dtype of pages, None:
+    `dtype`."""
     draw = torch.Generator().manual_seed(q_len)
     positions = torch.full((len(rows), q_len), -1, dtype=torch.int32)
     dense = []
     for row, (start, width) in enumerate(rows):
         positions[row, :width] = torch.arange(start, start + width)
         k, v = torch.randn((2, start + width if width else 0, shape.kv_heads, shape.d), generator=draw).to(dtype)
-        dense.append((k / shape.d**0.25, v))
+        dense.append((stored_as(k / shape.d**0.25, stored), stored_as(v, stored)))
     oldest = [max(0, start - shape.window + 1) if shape.window and width else 0 for start, width in rows]
     pool, page_ids = in_pages(dense, oldest, shape.page, draw)
+    pool = pool.to(stored or dtype)
     q = torch.randn((len(rows) * q_len, shape.heads, shape.d), generator=draw).to(dtype) / shape.d**0.25
     return VerifyCase(shape, q, pool, page_ids, positions.flatten(), dense)
 
@@ -208,6 +212,18 @@ def interpreted_keys_are_read_from_values() -> None:
 def interpreted_bfloat16() -> None:
     """bf16 in and out strays by the rounding of the softmax's weights and of the output."""
     check(verify_case(SLIDING, 4, [(0, 4), (33, 2), (170, 4)], torch.bfloat16), 2, tolerance=0.03)
+
+
+FP16 = 1e-3  # of the softmax's weights and of q, which are fp16 where pages are e4m3
+
+
+@pytest.mark.parametrize(("shape", "q_len", "splits", "tile"), CUTS)
+def interpreted_e4m3_pages(shape: Shape, q_len: int, splits: int, tile: VerifyTile | None) -> None:
+    """Every cut over pages of e4m3, whose numbers are exact in products; K and V exchanged are seen."""
+    case = verify_case(shape, q_len, [(0, q_len), (WINDOW + 1, 1), (170, q_len), (9, 0)], stored=E4M3)
+    check(case, splits, tile, tolerance=FP16)
+    want = case.want(case.positions)
+    assert error(attend(replace(case, pool=case.pool.flip(1)), splits, tile), want) > 100 * FP16
 
 
 interpreted_a_fault_is_seen = test_a_fault_is_seen

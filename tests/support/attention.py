@@ -17,6 +17,7 @@ from kernels.verify import VerifyTile, verify_attention, verify_cut_of
 from tests.support.launches import Node, record
 
 EPS = 1e-6
+E4M3 = torch.float8_e4m3fn
 OUTSIDE = 2**31 - 7  # a page id that no pool has
 
 
@@ -96,6 +97,11 @@ def attended(
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
 
 
+def stored_as(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """x in its dtype, as pages of `dtype` hold it; None: of x's own."""
+    return x if dtype is None else x.to(dtype).to(x.dtype)
+
+
 Dense = Sequence[tuple[Tensor, Tensor]]  # K and V [length, kv_heads, d] of each row
 
 
@@ -117,8 +123,10 @@ def in_pages(dense: Dense, oldest: Sequence[int], page: int, generator: torch.Ge
     return pool, page_ids
 
 
-def decode_case(shape: Shape, lengths: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> Case:
-    """A row for each length, its own token included; 0 is a padding row.
+def decode_case(
+    shape: Shape, lengths: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0, stored: torch.dtype | None = None
+) -> Case:
+    """A row for each length, its own token included; 0 is a padding row. stored: dtype of pages, None: `dtype`.
 
     NaN lies in free pages, in the positions not written yet and in pages before the window; the tail of `page_ids` names no page.
     """
@@ -141,14 +149,16 @@ def decode_case(shape: Shape, lengths: Sequence[int], dtype: torch.dtype = torch
         k, v = (draw(length, shape.kv_heads, shape.d).to(dtype) / scale for scale in (shape.d**0.25, 1))
         if shape.kv_projections == 1:
             k = replace_unturned(k, v * k_norm, shape.pairs)
-        dense.append((k, v))
         if length and shape.kv_projections:
             k[-1] = turned(normed(heads[1][row : row + 1], k_norm), cos_sin[row : row + 1])[0]
             v[-1] = normed(heads[-1][row], None)
+        k, v = stored_as(k, stored), stored_as(v, stored)
+        dense.append((k, v))
         if length:
             want[row] = attended(q[row : row + 1], k, v, positions[row : row + 1], window).flatten()
     oldest = [0 if window is None else max(0, length - window) for length in lengths]
     after, page_ids = in_pages(dense, oldest, page, generator)
+    after = after.to(stored or dtype)
     pool = after.clone()
     for row, (length, first) in enumerate(zip(lengths, oldest, strict=True)):
         if length and shape.kv_projections:

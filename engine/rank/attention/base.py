@@ -18,7 +18,7 @@ from engine.attention.backend_entry import RowKind
 from engine.geometry import KVGroup, Layer
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
-from kernels.qkv import qkv_post
+from kernels.qkv import qkv_post, query_dtype
 
 Norms = tuple[Tensor, Tensor | None]  # weights [head_dim] of q's norm and, where the layer owns K and V, of k's
 # (group, copies, slots, positions, window): checks rows of page ids that a part copied from its group's table (`debug_pages`), as
@@ -71,8 +71,8 @@ def normed_queries(
 ) -> tuple[Tensor, Tensor]:
     """Write the rows' K and V into their pages; returns their normed and roped queries [rows, heads, d], and the pool that they
     read; `fold` as in `kernels.qkv.qkv_post`."""
-    q = qkv.new_empty(len(qkv), settings.heads, layer.head_dim)
     pool = cache.layers[layer.kv_source]
+    q = qkv.new_empty((len(qkv), settings.heads, layer.head_dim), dtype=query_dtype(qkv, pool))
     rope = block.rope[layer.rope, layer.head_dim]
     qkv_post(qkv, pool, cache.table, block.slots, block.positions, rope, *norms, settings.eps, q, fold=fold)
     return q, pool

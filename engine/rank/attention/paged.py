@@ -51,7 +51,8 @@ class PagedDecode:
             reads = qkv, cache.layers[layer.kv_source], pages, block.positions, block.rope[layer.rope, layer.head_dim]
             decode_attention(*reads, *norms, settings.eps, group.window, self._scratch, out, self._splits[index], bucket=bucket)
             return
-        pairs = read_pairs(layer.rope.pairs) if layer.k_eq_v and norms[1] is not None and enabled(qkv) else 0
+        folds = layer.k_eq_v and norms[1] is not None and enabled(qkv)
+        pairs = read_pairs(layer.rope.pairs, cache.pool.element_size()) if folds else 0
         queries = settings.heads // group.kv_heads * block.width
         splits, tile = verify_cut_of(cache.pool[0], bucket, queries, pages.shape[1], pairs)
         q, pool = normed_queries(cache, settings, qkv, layer, norms, block, fold=tile.pairs > 0)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
+import torch
 
 from engine.geometry import KVGroup
 from engine.memory import inbox_rows
@@ -88,7 +89,7 @@ def build(
     runner = build_runner(rank, pages, shapes)
     for cache in runner.slots.cache:
         for layer in cache.pool:
-            layer[1:].normal_()
+            layer[1:].copy_(torch.randn_like(layer[1:], dtype=rank.model.dtype))
     if runner.capturable:
         began = time.monotonic()
         runner.capture()

@@ -257,6 +257,19 @@ def test_a_context_that_no_pool_holds_exits_with_1(capsys: pytest.CaptureFixture
     assert [main([*ask, str(int(longest) + more)]) for more in (0, 1)] == [0, 1]
 
 
+def test_a_cache_in_fp8_holds_twice_as_much(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the 31B on two GPUs twice as many sequences of 32768 tokens; a page is half as large."""
+    found = {}
+    for kv_dtype in ("auto", "fp8"):
+        ask = ["plan", "--model", "31b", "--tp", "2", "--gpu", "h200", "--max-seqs", "128", "--json"]
+        assert main([*ask, "--kv-dtype", kv_dtype]) == 0
+        found[kv_dtype] = json.loads(capsys.readouterr().out)
+    half, whole = found["fp8"], found["auto"]
+    assert (half["kv_dtype"], whole["kv_dtype"]) == ("fp8", "auto")
+    assert [2 * pool["page_bytes"] for pool in half["pools"]] == [pool["page_bytes"] for pool in whole["pools"]]
+    assert half["concurrency"][-1]["sequences"] >= 2 * whole["concurrency"][-1]["sequences"] > 0
+
+
 def test_a_config_is_planned_and_options_win(capsys: pytest.CaptureFixture[str]) -> None:
     """The shipped configs, by their own keys; --max-seqs replaces one."""
     assert main(["plan", str(ROOT / "deploy" / "gemma4.yaml"), "--gpu", "h100", "--max-seqs", "7", "--json"]) == 0

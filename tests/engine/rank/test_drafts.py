@@ -110,7 +110,13 @@ def guessing(whole: Iterable[Sequence[int]], right: float, runner: Runner) -> No
 
 
 def same_with_drafts(
-    member: str, tp: int, asked: list[GenerateRequest], folder: Path, seed: int = 5, pages: tuple[int, int] = (112, 40)
+    member: str,
+    tp: int,
+    asked: list[GenerateRequest],
+    folder: Path,
+    seed: int = 5,
+    pages: tuple[int, int] = (112, 40),
+    kv_dtype: str = "auto",
 ) -> Counter[str]:
     """Every tenth request is given up, and equal as far as it came. A member without a trained drafter gets guesses of its text.
     What was seen is counted: masked tokens are those under a grammar."""
@@ -119,7 +125,7 @@ def same_with_drafts(
     plant = lambda _: None  # noqa: E731
     for mtp in ({}, {"mtp": {"model": str(folder / "assistant"), "drafts": 8}}):
         sizes = {"max_seqs": AT_ONCE, "prefill_budget": 256, "max_len": 320, "pages": pages, "debug_hash": False}
-        config = config_of(folder, tp, **sizes, **mtp)
+        config = config_of(folder, tp, kv_dtype=kv_dtype, **sizes, **mtp)
         drafting = AnyDrafts(range(9), (AT_ONCE,), seed) if mtp else None
         if mtp and member not in trained():
             whole = [[*memoryview(one.prompt).cast("i"), *texts(runs[0][0])[one.id][0]] for one in asked]
@@ -153,6 +159,14 @@ def test_text_is_that_without_drafts(nano: Nano, tmp_path: Path, member: str, tp
     assert compared["accepted"] > compared["tokens"] / 10
     assert min(compared["aborted"], compared["masked"]) > 0
     assert compared["preemptions"] > 0 or member not in ("31b", "26b-a4b")
+
+
+@pytest.mark.parametrize(("member", "tp"), [("e2b", 2), ("31b", 1)])
+def test_text_over_fp8_pages_is_that_without_drafts(nano: Nano, tmp_path: Path, member: str, tp: int) -> None:
+    """The drafter reads the target's pages as they are, and pages that are taken back and filled again hold the same numbers."""
+    asked = mixed_requests(member, range(3, 10), 40)
+    compared = same_with_drafts(member, tp, asked, folder_of(nano, tmp_path, member), pages=(30, 10), kv_dtype="fp8")
+    assert compared["accepted"] > compared["tokens"] / 10
 
 
 def folder_of(nano: Nano, out: Path, member: str) -> Path:

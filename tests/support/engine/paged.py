@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.geometry import DType, Geometry, KVGroup, kv_groups
+from engine.geometry import Geometry, KVGroup, PageDType, kv_groups
 from engine.rank.attention import attention_backend
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
@@ -118,7 +118,7 @@ def caches(
     slots: int,
     max_len: int,
     pages: int,
-    dtype: DType = "float32",
+    dtype: PageDType = "float32",
     poison: float = math.nan,
 ) -> KVCache:
     """Every group's cache, all pages poisoned: the null page too."""
