@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from engine.channel import create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
 from engine.lifeline import Allocate, BootArgs, Configure, Loaded, RanksReady, Ready, slowest
 from engine.memory import longest_sequence, pages_of
+from engine.quantisation import read_quantisation
 from engine.rank_status import STATUS_BYTES, RankStatus, StatusBlock
 from engine.step_masks import masks_capacity
 from engine.step_media import MEDIA_BYTES
@@ -69,6 +71,10 @@ class Group:
                 group.kill()
                 raise
         took_s = time.monotonic() - started
+        weights = read_quantisation(Path(config.model), config.weights)
+        for sentence in weights.notes:
+            logger.info("weights: %s", sentence)
+        logger.info("weights: %s", weights.name)
         logger.info("group of %d ready in %.1f s, pages %s; %s", config.tp, took_s, group.pages, group.attention)
         return group
 

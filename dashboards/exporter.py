@@ -40,6 +40,7 @@ class Facts(NamedTuple):
     model_name: str
     build: str
     attention: str
+    weights: str
     tp: int
     slots: int
     page_tokens: int

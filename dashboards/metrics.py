@@ -389,7 +389,7 @@ ENGINE: tuple[Metric, ...] = (
     ),
     Metric("quartet_engine_up", "1 while the group runs.", "facts.up"),
     Metric("quartet_engine_ranks", "Ranks of the group: GPUs in use, on GPUs.", "facts.tp"),
-    Metric("quartet_build_info", "Always 1; what runs here.", "facts", "model_name build attention tp"),
+    Metric("quartet_build_info", "Always 1; what runs here.", "facts", "model_name build attention weights tp"),
 )
 
 

@@ -51,6 +51,7 @@ from engine.events import to_each
 from engine.front.client import EngineClient
 from engine.front.grammar_check import GrammarCheck
 from engine.front.text import TextProcessor
+from engine.quantisation import read_quantisation
 
 FLUSH_S = 0.3
 DRAIN_MARGIN_S = 10.0  # beyond the deadline of the last request: a replica that goes (fewer replicas, a new build) cuts no answer
@@ -133,10 +134,12 @@ class Quartet:
         folder = Path(config.model)
         replica = serve.get_replica_context()
         chosen = group.attention.name
+        weights = read_quantisation(folder, config.weights).name
         self._exporter = Exporter(Facts(
             model_name=settings.name,
             build=settings.build,
             attention=chosen,
+            weights=weights,
             tp=settings.tp,
             slots=config.max_seqs,
             page_tokens=config.page,
@@ -155,6 +158,7 @@ class Quartet:
             defaults=Defaults.read(folder),
             media_kinds=media_kinds(self._encoders, text),
             row_samples=audio_row_samples(self._encoders),
+            weight_format=weights,
             fingerprint=fingerprint(folder, settings.build, str(settings.tp), config.dtype, chosen, text.template or ""),
             **alike,
         )

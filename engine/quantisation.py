@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, replace
+from fnmatch import translate
+from functools import cache
 from pathlib import Path
 
 from engine.checkpoint import read_optional, tensor_names
@@ -13,6 +14,12 @@ from engine.weight_formats import FORMATS, PLAIN, WeightFormat
 
 _ALL = "Linear"  # a target: every matrix
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_FUSED_EXPERTS = r"re:.*\.experts\.(gate_up|down)_proj$"  # no `Linear`
+_KV_SCALE = re.compile(r".*\.self_attn\.(([qkv]|kv)_scale|[qkv]_proj\.([qkv]_scale|output_scale))")
+_INPUT_SCALE = re.compile(r"(.*)\.input_(global_)?scale")
+
+Groups = tuple[tuple[tuple[str, ...], WeightFormat], ...]  # targets and format of each
+_IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert")  # lists of plain matrices
 
 
 @dataclass(frozen=True)
@@ -22,17 +29,36 @@ class Quantisation:
     groups   targets and the format of matrices that one of them names: names, patterns (`re:`), `*`, or all (`Linear`)
     ignored  names and patterns of plain matrices
     fused    the experts of a layer are one tensor; else there is one for each expert
+    notes    what of config.json has no effect, a sentence each
     """
 
-    groups: tuple[tuple[tuple[str, ...], WeightFormat], ...] = ()
+    groups: Groups = ()
     ignored: tuple[str, ...] = ()
     fused: bool = True
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The names of the formats in FORMATS; `plain` if no matrix is quantised."""
+        held = {weights.weight for _, weights in self.groups}
+        return ", ".join(name for name, formats in FORMATS.items() if formats[0].weight in held) or "plain"
 
     def format_of(self, matrix: str) -> WeightFormat:
         """The format of a matrix by its published name, without `.weight`."""
         if _names(self.ignored, matrix):
             return PLAIN
         return next((weights for targets, weights in self.groups if _ALL in targets or _names(targets, matrix)), PLAIN)
+
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor is a scale that is not needed: of KV pages in fp8, or of the activations of a quantised matrix."""
+        if not self.groups:
+            return False
+        matrix = _INPUT_SCALE.fullmatch(name)
+        return _KV_SCALE.fullmatch(name) is not None or (matrix is not None and self.format_of(matrix[1]) is not PLAIN)
+
+    def drawn(self) -> "Quantisation":
+        """The formats of a random checkpoint in place of this one."""
+        return replace(self, groups=tuple((targets, weights.drawn()) for targets, weights in self.groups))
 
 
 UNQUANTISED = Quantisation()
@@ -51,11 +77,22 @@ def read_quantisation(folder: Path, setting: str = "auto") -> Quantisation:
         if wanted is PLAIN and setting in ("auto", "plain"):
             return Quantisation(fused=fused)
         if wanted.packer is not None:
-            return Quantisation((((_ALL,), wanted._replace(at_load=True)),), fused=fused)
+            return Quantisation((((_ALL,), wanted.packed_at_load()),), fused=fused)
         raise CheckpointError(f"{folder}: this checkpoint is not quantised; Quartet loads {setting} weights")
-    ignored = tuple(settings.get("ignore") or settings.get("exclude_modules") or ())
+    ignored = tuple(next((settings[key] for key in _IGNORED if settings.get(key)), ()))
+    if fused and settings.get("quant_method") == "compressed-tensors":
+        ignored += (_FUSED_EXPERTS,)
     groups = tuple((targets, _format(folder, scheme, setting)) for targets, scheme in _schemes(settings))
-    return Quantisation(groups, ignored, fused)
+    return Quantisation(groups, ignored, fused, tuple(_notes(settings, groups)))
+
+
+def _notes(settings: JsonObject, groups: Groups) -> Iterable[str]:
+    """What of the settings has no effect."""
+    if any(weights.is_static for _, weights in groups):
+        yield "the folder's static scales of activations are not used: each token's activations get a scale of their own"
+    if asked := settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo"):
+        kind = _scheme(asked) if isinstance(asked, dict) else asked
+        yield f"the folder asks for a KV cache in {kind}: its scales are not used"
 
 
 def _format(folder: Path, scheme: str, setting: str) -> WeightFormat:
@@ -94,6 +131,13 @@ def _schemes(settings: JsonObject) -> Iterable[tuple[tuple[str, ...], str]]:
             if group.get("input_activations"):
                 parts.append(f"{_scheme(group['input_activations'])} activations")
             yield tuple(group.get("targets") or (_ALL,)), ", ".join([method, *parts])
+    elif layers := settings.get("quantized_layers"):
+        by_scheme: dict[str, list[str]] = {}
+        for name, numbers in layers.items():
+            by_scheme.setdefault(f"{method}, {numbers.get('quant_algo')}", []).append(name)
+        yield from ((tuple(names), scheme) for scheme, names in by_scheme.items())
+    elif blocks := settings.get("weight_block_size"):
+        yield (_ALL,), f"{method}, {'x'.join(map(str, blocks))} {settings.get('activation_scheme')}"
     else:
         yield (_ALL,), ", ".join(filter(None, (method, settings.get("quant_algo"))))
 
@@ -108,12 +152,26 @@ def _scheme(numbers: JsonObject) -> str:
         words.append("x".join(map(str, numbers["block_structure"])))
     if numbers.get("symmetric") is False:
         words.append("asymmetric")
+    if numbers.get("actorder") in (True, "group", "dynamic"):  # the folder has g_idx; others keep the columns' order
+        words.append("in order of activations")
     if numbers.get("dynamic"):
         words.append("dynamic")
     return " ".join(words)
 
 
 def _names(patterns: tuple[str, ...], matrix: str) -> bool:
-    regular = [pattern.removeprefix("re:") for pattern in patterns if pattern.startswith("re:")]
-    plain = [pattern for pattern in patterns if not pattern.startswith("re:")]
-    return any(re.match(pattern, matrix) for pattern in regular) or any(fnmatchcase(matrix, pattern) for pattern in plain)
+    return matrix in patterns or any(pattern.match(matrix) for pattern in _compiled(patterns))
+
+
+@cache
+def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    """The patterns' expressions, one for all wildcards: a checkpoint may have 40 000 matrices. CheckpointError names a bad one."""
+    wildcards = [translate(pattern) for pattern in patterns if not pattern.startswith("re:") and "*" in pattern]
+    found = [re.compile("|".join(wildcards))] if wildcards else []
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            try:
+                found.append(re.compile(pattern.removeprefix("re:")))
+            except re.error as error:
+                raise CheckpointError(f"quantization_config: {pattern} is no regular expression: {error}") from error
+    return tuple(found)

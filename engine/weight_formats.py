@@ -40,7 +40,9 @@ class WeightFormat(NamedTuple):
     schemes  of checkpoints that hold these tensors, as `engine.quantisation` names them
     unread   of a matrix's tensors in a checkpoint, those that a rank does without, by their names after the module's
     packer   `module:function` that makes the tensors of a plain matrix's rows; None: only checkpoints have them
-    at_load  the checkpoint holds the plain matrix, and the packer makes the tensors when it is loaded
+    source   the tensors of a matrix in a checkpoint, the values first; empty: those of a rank
+    reader   `module:function` that makes a rank's tensors of whole rows of the source's, whole blocks of them
+    is_static  the checkpoint has a scale for the activations of each matrix
     """
 
     weight: str
@@ -48,12 +50,27 @@ class WeightFormat(NamedTuple):
     schemes: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     packer: str | None = None
-    at_load: bool = False
+    source: tuple[StoredTensor, ...] = ()
+    reader: str | None = None
+    is_static: bool = False
 
     @property
     def saved(self) -> tuple[StoredTensor, ...]:
         """The tensors of a matrix in a checkpoint."""
-        return PLAIN.tensors if self.at_load else self.tensors
+        return self.source or self.tensors
+
+    @property
+    def row_block(self) -> int:
+        """Rows that the reader takes a multiple of, but for the last ones."""
+        return max(tensor.block[0] for tensor in self.saved) or 1
+
+    def packed_at_load(self) -> "WeightFormat":
+        """This format, made of a checkpoint's plain matrices."""
+        return self._replace(source=PLAIN.tensors, reader=self.packer)
+
+    def drawn(self) -> "WeightFormat":
+        """The format whose checkpoint is drawn at random for it: a rank's own tensors, or a plain matrix."""
+        return self if self.source == PLAIN.tensors else self._replace(source=(), reader=None)
 
 
 PLAIN = WeightFormat("engine.rank.weight:Weight", (StoredTensor("weight"),))
@@ -67,6 +84,33 @@ FP8 = WeightFormat(
      "modelopt, FP8_PER_CHANNEL_PER_TOKEN"),
     packer="engine.rank.fp8:pack",
 )  # fmt: skip
+_FP8_VALUES = StoredTensor("values", saved=("F8_E4M3",))
+# One scale for a matrix. That of its activations is not needed: each row of them gets its own, which is at least as exact.
+FP8_TENSOR = FP8._replace(
+    source=(_FP8_VALUES, StoredTensor("scale", "_scale", (0, 0))),
+    reader="engine.rank.fp8:from_tensor_scale",
+    is_static=True,
+    schemes=("compressed-tensors, 8-bit float tensor weights, 8-bit float tensor activations",
+             "compressed-tensors, 8-bit float tensor weights, 8-bit float token dynamic activations",
+             "compressed-tensors, 8-bit float tensor weights, 8-bit float tensor dynamic activations",
+             "modelopt, FP8"),
+)  # fmt: skip
+# A scale for each block of 128 x 128. Ranks cut through such blocks, so the matrix is packed again, a scale a row.
+FP8_BLOCKS = FP8._replace(
+    source=(_FP8_VALUES, StoredTensor("scale", "_scale", (128, 128))),
+    reader="engine.rank.fp8:from_block_scales",
+    schemes=("compressed-tensors, 8-bit float block 128x128 weights, 8-bit float group of 128 dynamic activations",
+             "modelopt, FP8_PB_WO",
+             "fp8, 128x128 dynamic"),
+)  # fmt: skip
+INT8 = WeightFormat(
+    "engine.rank.int8:Int8Weight",
+    (
+        StoredTensor("values", dtype="int8", saved=("I8",), draw=lambda normal, _: (30 * normal).round().clamp(-127, 127)),
+        StoredTensor("scale", "_scale", (1, 0), "float32", draw=lambda normal, n: 0 * normal + 1 / (30 * n**0.5)),
+    ),
+    ("compressed-tensors, 8-bit int channel weights, 8-bit int token dynamic activations",),
+)
 
 
 def int4(group: int, *, symmetric: bool) -> WeightFormat:
@@ -91,6 +135,7 @@ def _random_words(normal: Any, _: int) -> Any:
 # By the name that `weights` has in a configuration.
 FORMATS = {
     "plain": (PLAIN,),
-    "fp8": (FP8,),
+    "fp8": (FP8, FP8_TENSOR, FP8_BLOCKS),
+    "int8": (INT8,),
     "int4": tuple(int4(group, symmetric=symmetric) for group in (32, 64, 128) for symmetric in (True, False)),
 }

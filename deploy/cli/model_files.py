@@ -30,5 +30,6 @@ def check_files(config: EngineConfig, template: Path | None) -> None:
 
     needed = checkpoints_of(config).every
     for each in needed if config.load_format == "safetensors" else ():
-        checked_headers(each.folder, pieces(each.tensors, each.geometry, weights=each.weights), each.tensors, each.geometry)
+        pieces_of = pieces(each.tensors, each.geometry, weights=each.weights)
+        checked_headers(each.folder, pieces_of, each.tensors, each.geometry, each.weights)
     TextProcessor.load(Path(config.model), template)

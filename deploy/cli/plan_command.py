@@ -10,18 +10,24 @@ import msgspec
 
 from cluster.capability import probe
 from deploy.cli.output import NO, OK, Part, Subparsers, Table, command, emit, gib
+from deploy.models.resolve import MEMBERS
 from deploy.settings import Settings, read_config, read_settings
 from engine.architectures import read_model
 from engine.errors import ConfigError
+from engine.quantisation import read_quantisation
+from engine.weight_formats import FORMATS, PLAIN
 
 if TYPE_CHECKING:
     from deploy.cli.sizing import Sizing
 
 # What NVML reports as the whole memory, MiB; CUDA sees a little less, which the reserve covers.
 GPUS = {"l40s": 46068, "a100-40": 40960, "a100": 81920, "h100": 81559, "h200": 143771, "b200": 183359}
-SIZES = ("tp", "dtype", "kv_dtype", "max_seqs", "max_len", "prefill_budget", "language_model_only", "memory_fraction")
+SIZES = (
+    "tp", "dtype", "kv_dtype", "max_seqs", "max_len", "prefill_budget", "language_model_only", "memory_fraction", "weights",
+)  # fmt: skip
 Plan = dict[str, Any]  # as --json prints it
 CONTEXTS = (1024, 4096, 9216, 32768, 131072)
+MEMBER_CONTEXT = 8192  # of the table of all public shapes
 LONGEST = 32768  # max_len of a bare --model, where the model has so many positions
 _POOL_COLUMNS = ("pool", ">layers", ">KV heads", ">head dim", ">window", ">pages", ">page", ">size", ">tokens")
 
@@ -32,6 +38,7 @@ The five public shapes are known by name, with no network: e2b, e4b, 12b, 26b-a4
   quartet plan --model 31b --tp 4 --gpu h200
   quartet plan deploy/gemma4.yaml --gpu-memory 80GiB --max-seqs 128
   quartet plan --model 26b-a4b --tp 2 --max-seqs 256 --max-len 131072 --gpu b200 --json
+  quartet plan --gpu h100                                 # every shape in every format that is made at load
 
 Sliding layers keep a window of each sequence and are sized by max_seqs; full layers get what is left, and decide how many long
 sequences run at once. Encoders of pictures and sound, which every rank has whole, and what they need to run are counted;
@@ -65,7 +72,11 @@ def byte_size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan of the config's application, or of the model that is named."""
+    """Prints the plan of the config's application, or of the model that is named, or of each public shape in each format."""
+    if args.config is None and args.model is None:
+        plans = [report(settings_from(each), each) for each in member_questions(args)]
+        emit(args, {"members": plans}, member_parts(plans))
+        return OK if any(plan["fits"] for plan in plans) else NO
     plan = report(settings_from(args), args)
     emit(args, plan, parts(plan))
     return OK if plan["fits"] else NO
@@ -75,8 +86,6 @@ def settings_from(args: argparse.Namespace) -> Settings:
     """Reads the settings of the plan: a config's, or defaults; options win. ConfigError names a bad one."""
     given = {name: value for name in ("model", "device", *SIZES) if (value := getattr(args, name)) is not None}
     if args.config is None:
-        if "model" not in given:
-            raise ConfigError("plan: name a config file, or a --model")
         return Settings.read(given)
     settings = read_settings(read_config(args.config), str(args.config))
     return Settings.read({**msgspec.to_builtins(settings), **given})
@@ -98,6 +107,7 @@ def report(settings: Settings, args: argparse.Namespace) -> Plan:
         "model": settings.model,
         "device": engine.device,
         **{name: getattr(engine, name) for name in SIZES},
+        "weights": read_quantisation(folder, engine.weights).name,
         "gpu_memory": memory,
         "parameters": parameters,
         "weights_per_rank": weights,
@@ -106,6 +116,17 @@ def report(settings: Settings, args: argparse.Namespace) -> Plan:
         return {**question, **figures(sizing.size(engine, weights, memory), args.context)}
     except ConfigError as error:
         return {**question, "fits": False, "reason": str(error), "fits_at_tp": sizing.fits_at(settings, folder, memory)}
+
+
+def member_questions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """Yields the same question for each public shape in each format that any folder can have, or in the one that is asked for."""
+    made = [name for name, formats in FORMATS.items() if PLAIN in formats or formats[0].packer is not None]
+    if args.weights is not None:
+        made = [args.weights]
+    for member in MEMBERS:
+        for name in made:
+            contexts = args.context or [MEMBER_CONTEXT]
+            yield argparse.Namespace(**vars(args) | {"model": member, "weights": name, "context": contexts})
 
 
 def figures(sized: "Sizing", contexts: Sequence[int] | None) -> Plan:
@@ -144,12 +165,29 @@ def gpu_memory(args: argparse.Namespace) -> int:
     return min(gpu.memory for gpu in gpus)
 
 
+def member_parts(plans: Sequence[Plan]) -> Iterator[Part]:
+    first = plans[0]
+    yield f"on {first['tp']} x {gib(first['gpu_memory'])}, max_seqs {first['max_seqs']}"
+    lengths = sorted({row["tokens"] for plan in plans for row in plan.get("concurrency", ())})
+    yield Table(("model", "weights", ">a rank", *(f">of {length:,} tokens" for length in lengths), ">else at tp"), [
+        (plan["model"], plan["weights"], gib(plan["weights_per_rank"]), *member_counts(plan, lengths)) for plan in plans
+    ])  # fmt: skip
+
+
+def member_counts(plan: Plan, lengths: Sequence[int]) -> Iterator[str]:
+    """Yields how many sequences of each length run at once, and the smallest tp that would hold a model that does not fit."""
+    counts = {row["tokens"]: f"{row['sequences']:,}" for row in plan.get("concurrency", ())}
+    for length in lengths:
+        yield counts.get(length, "-")
+    yield "" if counts else str(plan.get("fits_at_tp") or "-")
+
+
 def parts(report: Plan) -> Iterator[Part]:
     where = "on the CPU" if report["device"] == "cpu" else f"on GPUs of {gib(report['gpu_memory'])}"
     stored = "" if report["kv_dtype"] == "auto" else f", KV in {report['kv_dtype']}"
     numbers = f"{report['parameters'] / 1e9:.3f} B parameters of text, tp {report['tp']}, {report['dtype']}{stored}"
     yield f"{report['model']}: {numbers}, {where}"
-    yield f"weights per rank  {gib(report['weights_per_rank'])}"
+    yield f"weights per rank  {gib(report['weights_per_rank'])}, {report['weights']}"
     if "pools" in report:
         yield f"KV per rank       {gib(report['pool_bytes'])} of {gib(report['kv_budget'])} that may be spent on it"
         yield Table(_POOL_COLUMNS, [

@@ -183,6 +183,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         "created": int(time.time()),
         "owned_by": "quartet",
         "max_model_len": service.settings.max_len,
+        "weights": service.settings.weight_format,
     }
 
     @app.get("/v1/models")

@@ -40,6 +40,7 @@ def audio_row_samples(encoders: MediaGeometries) -> int:
 
 class ServiceSettings(FrozenStruct):
     """`name`: of the model; token ids lie in its `vocab`; `max_len`: the context. `fingerprint`: of build, weights and setup.
+    `weight_format`: names of `engine.weight_formats`.
 
     `media_kinds`: that it reads; `row_samples`: of its audio, 0: it takes log-mel frames. `capacity` choices, and `queue_tokens`
     tokens of those that wait, are let in (admission_control.py).
@@ -58,5 +59,6 @@ class ServiceSettings(FrozenStruct):
     capacity: int
     queue_tokens: int
     fingerprint: str
+    weight_format: str
     tool_grammar: ToolGrammar
     thinking: Thinking

@@ -35,3 +35,17 @@ def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
     packed = fp8_matrix(rows)
     assert packed.scale is not None
     return packed.values, packed.scale[..., None]
+
+
+def from_tensor_scale(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows e4m3 [m, n] and the matrix's scale [1, 1] -> values and scale, exactly the same numbers."""
+    return values, scale.float().expand(len(values), 1)
+
+
+def from_block_scales(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows e4m3 [m, n] and a scale for each block [m / 128, n / 128], rounded up -> values and scale.
+
+    An element that was rounded to e4m3 for its block is rounded once more: by at most 1/16 of itself, or 2^-10 of the row's scale.
+    """
+    rows = scale.float().repeat_interleave(128, 0)[: len(values)]
+    return pack(values.float() * rows.repeat_interleave(128, 1)[:, : values.shape[1]])

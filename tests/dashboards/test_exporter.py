@@ -110,7 +110,7 @@ EXPECTED = {
     "quartet_encoder_wait_seconds_total": 0.25,
     "quartet_kv_cache_usage_ratio": 0.1,
     "quartet_engine_step_bound_seconds": 60,
-    'quartet_build_info{attention="reference",build="1",model_name="google/gemma-4-31B-it",tp="4"}': 1,
+    'quartet_build_info{attention="reference",build="1",model_name="google/gemma-4-31B-it",tp="4",weights="fp8"}': 1,
     "quartet_engine_ranks": 4,
     "quartet_engine_up": 1,
 }

@@ -12,10 +12,11 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.geometry import Geometry
 from engine.quantisation import UNQUANTISED, Quantisation
-from engine.rank.load.slices import Piece, Target, allocate
-from engine.rank.load.tensor_files import TensorHeader, by_file, checked_headers, headers, opened
+from engine.rank.load.slices import Piece, allocate
+from engine.rank.load.tensor_files import Headers, TensorHeader, by_file, checked_headers, headers, opened
 from engine.rank.load.tensor_table import HEAD, TensorTable
 from engine.rank.shard import Shard
+from engine.weight_formats import StoredTensor
 
 _BLOCK_BYTES = 16 << 20  # copied at once
 
@@ -47,19 +48,38 @@ def load(model: Shard, tensors: TensorTable, folder: Path, weights: Quantisation
     mis-shaped or of a wrong dtype, before anything is copied; and on the way one of which this rank's slice has NaN or infinity.
     """
     needed, parameters = allocate(model, tensors, weights)
-    by_name = checked_headers(folder, needed, tensors, model.geometry)
+    by_name = checked_headers(folder, needed, tensors, model.geometry, weights)
+    scales = _scales({name: header for name, header in by_name.items() if not needed[name].targets}, needed)
     for name, header, file in by_file(by_name):
         piece = needed[name]
-        if piece.weights.at_load:
-            _pack(file, header, piece, parameters, model.device)
-        else:
-            _copy(file, header, piece.targets[0], piece.targets[0].of(parameters))
+        if piece.targets and piece.weights.reader is not None:
+            _pack(file, header, piece, parameters, [scales[each].to(model.device) for each in piece.scales])
+        elif piece.targets:
+            _copy(file, header, piece, piece.targets[0].of(parameters))
     model.loaded()
 
 
-def _copy(file: Any, header: TensorHeader, target: Target, parameter: Tensor) -> None:
+def _rows(file: Any, header: TensorHeader, piece: Piece) -> Any:
+    """What is indexed for rows of the tensor, in the piece's shape."""
+    if header.shape == piece.shape:
+        return file.get_slice(header.name)
+    return file.get_tensor(header.name).reshape(piece.shape)
+
+
+def _scales(by_name: Headers, needed: dict[str, Piece]) -> dict[str, Tensor]:
+    """The scales that readers take, whole: a number for each block of a matrix."""
+    scales = {}
+    for name, header, file in by_file(by_name):
+        scale = file.get_tensor(header.name).reshape(needed[name].shape)
+        _check_finite(scale.sum(dtype=torch.float32), header, 0, len(scale))
+        scales[name] = scale
+    return scales
+
+
+def _copy(file: Any, header: TensorHeader, piece: Piece, parameter: Tensor) -> None:
     """Copy blocks of rows of each cut. A sum shows NaN and infinity, without memory of the block's size."""
-    source = file.get_slice(header.name)  # read where it is indexed
+    source = _rows(file, header, piece)
+    target = piece.targets[0]
     for cut in target.cuts if target.kept else ():
         rows = cut.rows(target.shape)
         step = max(1, _BLOCK_BYTES * len(target.cuts) * len(rows) // (4 * target.kept))
@@ -69,16 +89,26 @@ def _copy(file: Any, header: TensorHeader, target: Target, parameter: Tensor) ->
             _check_finite(block.sum(dtype=torch.float32), header, first, stop)
 
 
-def _pack(file: Any, header: TensorHeader, piece: Piece, parameters: dict[str, Tensor], device: torch.device) -> None:
-    """Pack blocks of whole rows on `device`, so that a row's scale is the same however ranks cut it, and put this rank's part."""
+def _pack(file: Any, header: TensorHeader, piece: Piece, parameters: dict[str, Tensor], scales: list[Tensor]) -> None:
+    """Pack blocks of whole rows on the parameters' device, so that a row's scale is the same however ranks cut it, and put this
+    rank's part."""
     source = file.get_slice(header.name)
     rows = piece.targets[0].cuts[0].rows(piece.shape)
-    step = max(1, _BLOCK_BYTES * piece.shape[0] // (4 * math.prod(piece.shape)))
-    for first in range(rows.start, rows.stop, step):
-        stop = min(first + step, rows.stop)
+    device = piece.targets[0].of(parameters).device
+    unit = piece.weights.row_block
+    step = unit * max(1, _BLOCK_BYTES * piece.shape[0] // (4 * unit * math.prod(piece.shape)))
+    for first in range(rows.start // unit * unit, rows.stop, step):
+        stop = min(first + step, -(-rows.stop // unit) * unit, piece.shape[0])
         block = source[first:stop].to(device)
         _check_finite(block.sum(dtype=torch.float32), header, first, stop)
-        piece.put(parameters, first, block)
+        parts = zip(piece.weights.saved[1:], scales, strict=True)
+        piece.put(parameters, first, block, *(_of_rows(tensor, scale, first, stop) for tensor, scale in parts))
+
+
+def _of_rows(tensor: StoredTensor, scale: Tensor, first: int, stop: int) -> Tensor:
+    """A scale's numbers for rows [first, stop)."""
+    unit = tensor.block[0]
+    return scale[first // unit : -(-stop // unit)] if unit else scale
 
 
 def _check_finite(total: Tensor, header: TensorHeader, first: int, stop: int) -> None:

@@ -22,7 +22,7 @@ def dummy(model: Shard, tensors: TensorTable, seed: int = 0, weights: Quantisati
     Each tensor is drawn whole, in blocks, each from its own seed, and a rank keeps its slice: drawing costs less than remembering.
     Values are rounded to the geometry's dtype first, so that an fp32 model holds what the bf16 one does.
     """
-    needed, parameters = allocate(model, tensors, weights)
+    needed, parameters = allocate(model, tensors, weights.drawn())
     for piece in needed.values():
         for first, block in drawn(piece, model.geometry, seed, model.device):
             piece.put(parameters, first, block)

@@ -68,10 +68,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Piece:
-    """A checkpoint tensor of a given model and what one rank keeps of it: as it is, or of a matrix that is packed at load the
-    tensors that its rows are packed into.
+    """A checkpoint tensor of a given model and what one rank keeps of it: as it is, or, of a format with a reader, the tensors
+    that the reader makes of the matrix's rows.
 
     fan_in: columns of its matrix;  weight: path of the `Weight` that it is a tensor of
+    scales: names of the tensors that its reader takes with it. They have no targets of their own.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Piece:
     targets: tuple[Target, ...]
     weight: str | None
     weights: WeightFormat
+    scales: tuple[str, ...] = ()
 
     @property
     def unread(self) -> tuple[str, ...]:
@@ -89,11 +91,11 @@ class Piece:
         module = self.name.removesuffix(self.tensor.suffix).removesuffix(".weight")
         return tuple(f"{module}.{name}" for name in self.weights.unread)
 
-    def put(self, parameters: "Mapping[str, Tensor]", first: int, rows: "Tensor") -> None:
-        """Copy what this rank keeps of the tensor's rows from `first` on."""
+    def put(self, parameters: "Mapping[str, Tensor]", first: int, rows: "Tensor", *scales: "Tensor") -> None:
+        """Copy what this rank keeps of the tensor's rows from `first` on; scales: those of these rows."""
         packed = (rows,)
-        if self.weights.at_load:
-            packed = resolve_name(str(self.weights.packer))(rows)
+        if self.weights.reader is not None:
+            packed = resolve_name(self.weights.reader)(rows, *scales)
         for target, tensor in zip(self.targets, packed, strict=True):
             for cut in target.cuts:
                 held = cut.rows(self.shape)
@@ -139,9 +141,15 @@ def _stored(
         )
         for tensor in held.tensors
     ]
-    for index, tensor in enumerate(held.saved):
-        filled = tuple(targets if held.at_load else targets[index : index + 1])
-        yield Piece(name + tensor.suffix, tensor.shape(shape), kind, shape[-1], tensor, filled, weight, held)
+    if held.reader is None:
+        for target, tensor in zip(targets, held.saved, strict=True):
+            yield Piece(name + tensor.suffix, tensor.shape(shape), kind, shape[-1], tensor, (target,), weight, held)
+        return
+    values, *scales = held.saved
+    names = tuple(name + tensor.suffix for tensor in scales)
+    yield Piece(name + values.suffix, values.shape(shape), kind, shape[-1], values, tuple(targets), weight, held, names)
+    for tensor in scales:
+        yield Piece(name + tensor.suffix, tensor.shape(shape), kind, shape[-1], tensor, (), weight, held)
 
 
 def elements(tensors: TensorTable, geometry: Geometry) -> int:

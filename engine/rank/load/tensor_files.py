@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from engine.checkpoint import INDEX, read_index
 from engine.errors import CheckpointError
 from engine.geometry import Geometry
+from engine.quantisation import UNQUANTISED, Quantisation
 from engine.rank.load.slices import Piece
 from engine.rank.load.tensor_table import TensorTable
 
@@ -29,12 +30,14 @@ class TensorHeader(NamedTuple):
 Headers = dict[str, TensorHeader]  # by published name
 
 
-def checked_headers(folder: Path, needed: dict[str, Piece], tensors: TensorTable, geometry: Geometry) -> Headers:
+def checked_headers(
+    folder: Path, needed: dict[str, Piece], tensors: TensorTable, geometry: Geometry, weights: Quantisation = UNQUANTISED
+) -> Headers:
     """Returns every needed tensor's header, by its published name. CheckpointError names those of the folder's tensors that are
     missing, unexpected, mis-shaped or of a wrong dtype."""
     by_name, complaints = headers(folder, tensors, geometry)
     unread = {name for piece in needed.values() for name in piece.unread}
-    live = {name for name in by_name if not tensors.is_unused(name, geometry) and name not in unread}
+    live = {name for name in by_name if not (tensors.is_unused(name, geometry) or weights.is_unused(name)) and name not in unread}
     complaints += [f"{name} is missing" for name in needed if name not in live]
     complaints += [f"{by_name[name].name} is unexpected" for name in sorted(live - set(needed))]
     complaints += [why for name in needed if name in by_name and (why := _mismatch(needed[name], by_name[name]))]
@@ -45,11 +48,18 @@ def checked_headers(folder: Path, needed: dict[str, Piece], tensors: TensorTable
 
 
 def _mismatch(piece: Piece, header: TensorHeader) -> str | None:
-    if header.shape != piece.shape:
+    if not _is_shape(header.shape, piece):
         return f"{header.name} has shape {list(header.shape)}, not {list(piece.shape)}"
     if header.dtype not in piece.tensor.saved:
         return f"{header.name} has dtype {header.dtype}, not one of {', '.join(piece.tensor.saved)}"
     return None
+
+
+def _is_shape(shape: tuple[int, ...], piece: Piece) -> bool:
+    """Whether a tensor has its piece's shape; scales may be written with more or fewer sizes of 1."""
+    if piece.tensor.suffix == "":
+        return shape == piece.shape
+    return [size for size in shape if size != 1] == [size for size in piece.shape if size != 1]
 
 
 def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Headers, list[str]]:
@@ -57,7 +67,7 @@ def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Hea
     index = read_index(folder)
     by_name: Headers = {}
     complaints, names = [], set()
-    for path in sorted({folder / name for name in index.values()}) if index else [_only_shard(folder)]:
+    for path in sorted({folder / name for name in set(index.values())}) if index else [_only_shard(folder)]:
         with opened(path, "np") as file:  # nothing is read, and torch is not needed
             for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)
                 view = file.get_slice(name)
@@ -65,11 +75,16 @@ def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Hea
                 names.add(name)
                 if index and index.get(name) != path.name:
                     complaints.append(f"{name} lies in {path.name}, where the index does not say so")
-                first = by_name.setdefault(tensors.published_name(name, geometry), header)
+                first = by_name.setdefault(tensors.published_name(_usual(name), geometry), header)
                 if first.name != name:
                     complaints.append(f"{first.name} and {name} are names of one tensor")
     complaints += [f"{name} is not in {shard}, where the index says it is" for name, shard in index.items() if name not in names]
     return by_name, complaints
+
+
+def _usual(name: str) -> str:
+    """The usual spelling of a tensor's name; quantisers have others."""
+    return name.replace(".moe.experts.", ".experts.").removesuffix("_inv")
 
 
 def _only_shard(folder: Path) -> Path:

@@ -79,7 +79,7 @@ def _is_unused(name: str, geometry: Geometry) -> bool:
     layers that read another's."""
     if _is_of_tower(name) or (name == HEAD and geometry.tied):
         return True
-    match = re.fullmatch(rf"{re.escape(geometry.prefix)}layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.weight\w*", name)
+    match = re.fullmatch(rf"{re.escape(geometry.prefix)}layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.\w+", name)
     layer = int(match[1]) if match else len(geometry.layers)
     return layer < len(geometry.layers) and not geometry.layers[layer].owns_kv
 

@@ -289,7 +289,8 @@ def test_a_config_is_planned_and_options_win(capsys: pytest.CaptureFixture[str])
         (["--model", "31b", "--max-seqs", "0"], "max_seqs: expected int >= 1, not"),
         (["--model", "31b"], "this machine shows no GPU"),
         (["--model", "31b", "--context", "0", "1024"], "--context: only lengths from 1 to max_len, 32768"),
-        ([], "name a config file, or a --model"),
+        ([], "this machine shows no GPU"),
+        (["--weights", "int3"], "weights"),
     ],
 )
 def test_a_question_without_an_answer_exits_with_2(
@@ -302,6 +303,27 @@ def test_a_question_without_an_answer_exits_with_2(
     assert why in said.err
     assert said.out == ""
     assert said.err.count("\n") == 1
+
+
+def test_every_shape_in_every_format(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a model: one card of 80 GB holds the 31B in fp8 and not in bf16, one of 48 GB neither and the 26B in fp8. Each count
+    is that of the same question about one model."""
+    fitting = {}
+    for gpu in ("h100", "l40s"):
+        assert main(["plan", "--gpu", gpu, "--max-len", "8192", "--json"]) == 0
+        plans = json.loads(capsys.readouterr().out)["members"]
+        assert [each["model"] for each in plans[::2]] == list(MEMBERS)
+        fitting[gpu] = {(each["model"], each["weights"]): each["fits"] for each in plans}
+        for each in plans:
+            arguments = ["plan", "--gpu", gpu, "--max-len", "8192", "--context", "8192", "--json"]
+            main([*arguments, "--model", each["model"], "--weights", each["weights"]])
+            assert json.loads(capsys.readouterr().out) == each
+    assert [key for key, fits in fitting["h100"].items() if not fits] == [("31b", "plain")]
+    assert [key for key, fits in fitting["l40s"].items() if not fits] == [("26b-a4b", "plain"), ("31b", "plain"), ("31b", "fp8")]
+    assert main(["plan", "--gpu-memory", "1GiB", "--weights", "fp8"]) == 1
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 2 + len(MEMBERS)
+    assert all(" fp8 " in line for line in table[2:])
 
 
 def test_sizes_are_read_as_written() -> None:

@@ -280,6 +280,7 @@ def test_models(edge: Edge) -> None:
     with client(edge) as api:
         assert [model.id for model in api.models.list()] == ["nano"]
         assert api.models.retrieve("nano").id == "nano"
+        assert api.models.retrieve("nano").model_dump()["weights"] == "fp8"
         with pytest.raises(openai.NotFoundError) as caught:
             api.models.retrieve("other/name")
     assert caught.value.code == "model_not_found"

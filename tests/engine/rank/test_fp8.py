@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -16,16 +15,16 @@ from engine.geometry import read_geometry
 from engine.quantisation import Quantisation, read_quantisation
 from engine.rank.fp8 import Fp8Weight
 from engine.rank.load.loader import load
-from engine.rank.load.slices import pieces
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Parallel, Single
 from engine.rank.weight import Weight
 from engine.weight_formats import FP8
 from kernels.linear import GEGLU, NONE, Epilogue
-from kernels.packed import fp8_matrix, unpacked
+from kernels.packed import unpacked
 from tests.conftest import Nano
 from tests.support.engine.paged import caches, run_steps, script
+from tests.support.engine.quantised import saved
 from tests.support.engine.threads import run_ranks
 
 pytestmark = pytest.mark.cpu
@@ -34,12 +33,7 @@ CPU = torch.device("cpu")
 LENGTH = 40
 TOLERANCE = 1e-4  # of fp32 logits: the same products in another order
 E4M3 = torch.float8_e4m3fn
-CHANNEL = {
-    "targets": ["Linear"],
-    "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
-    "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
-}
-INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": True}
 MLP, EXPERTS = r"re:.*\.mlp\..*", r"re:.*\.experts\..*"
 
 
@@ -83,32 +77,6 @@ def logits(folder: Path, weights: Quantisation, tp: int = 1, change: Callable[[G
         return torch.stack(list(run_steps(made, caches(geometry, parallel.size, 1, LENGTH, 40), steps, [ids]).values()))
 
     return of_rank(Single()) if tp == 1 else run_ranks(tp, of_rank)[0]
-
-
-def saved(folder: Path, to: Path, targets: str = "re:.*", ignore: tuple[str, ...] = ()) -> Path:
-    """The checkpoint in compressed-tensors' fp8, experts one by one; targets: of the matrices that are quantised."""
-    tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        fused, begin = tensors.pop(name), name.rpartition(".")[0]
-        for expert, matrix in enumerate(fused):
-            parts = {"down_proj": matrix}
-            if name.endswith("gate_up_proj"):
-                gate, up = matrix.chunk(2)
-                parts = {"gate_proj": gate, "up_proj": up}
-            tensors |= {f"{begin}.{expert}.{kind}.weight": part.contiguous() for kind, part in parts.items()}
-    whole = Quantisation(fused=False)
-    for name, piece in pieces(TENSORS, read_geometry(folder), weights=whole).items():
-        if piece.kind == "matrix" and re.match(targets.removeprefix("re:"), name) and name.removesuffix(".weight") not in ignore:
-            packed = fp8_matrix(tensors[name])
-            assert packed.scale is not None
-            tensors[name], tensors[f"{name}_scale"] = packed.values, packed.scale[:, None]
-    config = json.loads((folder / "config.json").read_text())
-    group = CHANNEL | {"targets": ["Linear"] if targets == "re:.*" else [targets]}
-    said = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head", *ignore]}
-    to.mkdir()
-    (to / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, to / "model.safetensors")
-    return to
 
 
 def formats(folder: Path) -> dict[str, set[str]]:
@@ -204,9 +172,15 @@ def test_what_the_config_says_must_be_there(nano: Nano, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": INT4}}}, "4-bit int group of 32 weights"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": INT4}}}, "4-bit int group of 16 weights"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt, NVFP4"),
         ({"quant_method": "awq"}, "awq"),
+        ({"quant_method": "gptq"}, "gptq"),
+        ({"quant_method": "auto-round"}, "auto-round"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": INT4 | {"actorder": "group"}}}},
+         "4-bit int group of 16 in order of activations weights"),
     ],
 )  # fmt: skip
 def test_formats_that_are_not_read_are_named(nano: Nano, tmp_path: Path, said: dict[str, object], words: str) -> None:
@@ -221,3 +195,5 @@ def test_matrices_by_name() -> None:
     quantisation = Quantisation(((("re:.*mlp.*", "a.q_proj"), FP8),), ("re:.*layers\\.0\\..*", "b.*"))
     named = {"a.layers.1.mlp.up_proj": True, "a.q_proj": True, "a.k_proj": False, "a.layers.0.mlp.up_proj": False, "b.mlp": False}
     assert {name: quantisation.format_of(name) is FP8 for name in named} == named
+    with pytest.raises(CheckpointError, match=r"quantization_config: re:\(a is no regular expression"):
+        Quantisation(ignored=("re:(a",)).format_of("a")

@@ -19,6 +19,7 @@ def service_settings(name: str, vocab: int, max_len: int, **changes: Any) -> Ser
         "capacity": 1 << 20,
         "queue_tokens": 1 << 30,
         "fingerprint": "fp_0",
+        "weight_format": "fp8",
         "tool_grammar": "strict",
         "thinking": "auto",
     }

@@ -14,6 +14,7 @@ FACTS = Facts(
     model_name=MODEL,
     build="1",
     attention="reference",
+    weights="fp8",
     tp=4,
     slots=0,
     page_tokens=0,
