@@ -22,6 +22,7 @@ from deploy.edge.edge_settings import (
     Name,
     TracingSettings,
 )
+from deploy.routing import ConversationSettings
 from engine.config import Duration, EngineSettings, LoadFormat, Thinking, ToolGrammar
 from engine.errors import ConfigError
 from engine.protocol import FrozenStruct
@@ -89,6 +90,7 @@ class Settings(EngineSettings, kw_only=True):
     """whether the model thinks if a request does not say; auto: the chat template decides"""
     metrics: MetricsSettings = MetricsSettings()
     limits: LimitSettings = LimitSettings()
+    conversations: ConversationSettings = ConversationSettings()
     media: MediaSettings = MediaSettings()
     keys: KeySettings = KeySettings()
     logs: LogSettings = LogSettings()

@@ -32,7 +32,7 @@ class LimitSettings(FrozenStruct):
     body_bytes: Annotated[int, Meta(ge=1024)] = 32 << 20
     """bytes of a request's body; more get 413"""
     header_bytes: Annotated[int, Meta(ge=1024)] = 32 << 10
-    """bytes of a request's headers; more get 431, and from HAProxy a 400 above 15 kB (RAY_SERVE_HAPROXY_TUNE_BUFSIZE less 1 kB)"""
+    """bytes of a request's headers; more get 431, and from HAProxy a 400 above conversations.look_bytes"""
     body_timeout_s: Duration = 30.0
     """a body that is not complete by then gets 408"""
     n: Annotated[int, Meta(ge=1, le=64)] = 8
