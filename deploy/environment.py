@@ -16,7 +16,7 @@ import msgspec
 
 from cluster.children import python_path
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, LimitSettings, guard_limits
-from deploy.routing import ROUTING_VARIABLE, routing_of
+from deploy.routing import ROUTING_VARIABLE, ServedName, routing_of
 from deploy.settings import Settings
 from engine.attention.flashinfer_files import installed, package_folder
 from engine.errors import ConfigError
@@ -88,12 +88,14 @@ def for_ray_start(*, head: bool) -> dict[str, str]:
     return RAY | (HEAD if head else {}) | haproxy_paths() | {"PYTHONPATH": python_path(os.environ)}
 
 
-def guard(settings: Settings, host: str) -> dict[str, str]:
-    """Returns what the guard around Serve and HAProxy read, where the API listens at `host`."""
+def guard(models: Mapping[str, Settings], host: str) -> dict[str, str]:
+    """Returns what the guard around Serve and HAProxy read, where the API listens at `host`. `models`: by route prefix."""
+    settings = models["/"]
     keys = settings.keys
+    names = [ServedName(name, prefix, model.max_len) for prefix, model in models.items() for name in model.names]
     values = {
         LIMITS_VARIABLE: guard_limits(settings.limits, host, keys=keys.needed),
-        ROUTING_VARIABLE: routing_of(settings.conversations, settings.max_seqs, settings.limits.body_timeout_s, {}),
+        ROUTING_VARIABLE: routing_of(settings.conversations, settings.max_seqs, settings.limits.body_timeout_s, names),
     }
     if keys.needed:
         values[KEYS_VARIABLE] = msgspec.json.encode(keys).decode()

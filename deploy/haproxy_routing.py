@@ -59,11 +59,13 @@ def _wait(routing: dict[str, Any], unless: str = "") -> str:
 
 def _model_lines(routing: dict[str, Any]) -> list[str]:
     """Puts the route prefix of the model's application before the path."""
-    if not routing["prefixes"]:
+    others = [served for served in routing["names"] if served["prefix"] != "/"]
+    if not others:
         return []
     lines = [_wait(routing), f"http-request set-var(txn.model) req.body,json_query('$.model') if {_JSON_POST}"]
-    for name, prefix in routing["prefixes"].items():
-        quoted = name.replace("\\", "\\\\").replace('"', '\\"')
+    for served in others:
+        prefix = served["prefix"]
+        quoted = served["name"].replace("\\", "\\\\").replace('"', '\\"')
         chosen = f'{{ var(txn.model) -m str -- "{quoted}" }} {{ path_beg /v1/ /generate /tokenize /detokenize }}'
         lines.append(f"http-request set-path {prefix}%[path] if {chosen}")
     return lines

@@ -1,6 +1,6 @@
 """What HAProxy is told of where requests go."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -27,8 +27,16 @@ class ConversationSettings(FrozenStruct):
     """bytes of a body in which HAProxy looks for the key of its conversation and for `model`; each connection may hold so many"""
 
 
+class ServedName(FrozenStruct):
+    """A name that a model has. `prefix`: of its application's route; `max_len`: the context."""
+
+    name: str
+    prefix: str
+    max_len: int
+
+
 class Routing(FrozenStruct):
-    """As deploy/haproxy_routing.py reads it. `prefixes`: route prefixes by model name, without those of `/`."""
+    """As deploy/haproxy_routing.py reads it. `names`: of all models."""
 
     stay: bool
     idle_ms: int
@@ -36,10 +44,10 @@ class Routing(FrozenStruct):
     lead: int
     look_bytes: int
     body_timeout_ms: int
-    prefixes: Mapping[str, str]
+    names: tuple[ServedName, ...]
 
 
-def routing_of(settings: ConversationSettings, slots: int, body_timeout_s: float, prefixes: Mapping[str, str]) -> str:
+def routing_of(settings: ConversationSettings, slots: int, body_timeout_s: float, names: Iterable[ServedName]) -> str:
     """Returns the Routing as JSON. `slots`: sequences that a replica runs at once."""
     routing = Routing(
         stay=settings.stay,
@@ -48,6 +56,12 @@ def routing_of(settings: ConversationSettings, slots: int, body_timeout_s: float
         lead=settings.lead or max(1, slots // 2),
         look_bytes=settings.look_bytes,
         body_timeout_ms=int(body_timeout_s * 1000),
-        prefixes=prefixes,
+        names=tuple(names),
     )
     return msgspec.json.encode(routing).decode()
+
+
+def served_names(environ: Mapping[str, str]) -> tuple[ServedName, ...]:
+    """Lists the names of all models of this cluster; none where Ray was started without them."""
+    told = environ.get(ROUTING_VARIABLE)
+    return msgspec.json.decode(told, type=Routing).names if told else ()

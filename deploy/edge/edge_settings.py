@@ -111,6 +111,7 @@ class KeySettings(FrozenStruct):
 
 KEYS_VARIABLE = "QUARTET_KEYS"  # in the environment: the KeySettings as JSON of the guard around Serve
 LIMITS_VARIABLE = "QUARTET_LIMITS"  # in the environment: the limits as JSON of the guard around Serve
+MODELS = "/models/"  # route prefixes of applications lie below it; the guard around Serve sees paths with them
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - addresses of all interfaces, compared, not bound
 

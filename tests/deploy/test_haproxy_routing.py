@@ -16,7 +16,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from deploy.environment import WRAPPER, haproxy_binary, haproxy_paths
-from deploy.routing import ConversationSettings, routing_of
+from deploy.routing import ConversationSettings, ServedName, routing_of
 from tests.support.edge.http_edge import asgi_server
 from tests.support.stack.serve_process import free_port, wait
 
@@ -116,7 +116,8 @@ def toy(name: str) -> Any:
 
 
 def routing(prefixes: Mapping[str, str] | None = None, **settings: Any) -> str:
-    return routing_of(ConversationSettings(**settings), slots=16, body_timeout_s=1.0, prefixes=prefixes or {})
+    names = [ServedName(name, prefix, 2048) for name, prefix in (prefixes or {}).items()]
+    return routing_of(ConversationSettings(**settings), slots=16, body_timeout_s=1.0, names=names)
 
 
 @contextmanager
