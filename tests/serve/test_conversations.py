@@ -22,7 +22,7 @@ ENGINE: dict[str, Any] = {
     "tp": 1,
     "mtp": {},
     "max_seqs": 8,
-    "pages": [4000, 4000],
+    "pages": [400, 600],
     "metrics": {"discovery": {"enabled": False}},
 }
 
@@ -50,11 +50,11 @@ class Talks:
 
     def _opening(self, number: int) -> list[dict[str, str]]:
         rng = random.Random(number)
-        return [{"role": "system", "content": f"Conversation {number}. " + " ".join(rng.choices(WORDS, k=60))}]
+        return [{"role": "system", "content": f"Conversation {number}. " + " ".join(rng.choices(WORDS, k=16))}]
 
     def _turn(self, stack: Stack, number: int, history: list[dict[str, str]]) -> None:
         rng = random.Random(number * 100 + len(history))
-        history.append({"role": "user", "content": f"Talk {number}: " + " ".join(rng.choices(WORDS, k=60))})
+        history.append({"role": "user", "content": f"Talk {number}: " + " ".join(rng.choices(WORDS, k=16))})
         reply = stack.chat({"model": "nano-31b", "messages": history, "max_tokens": 8, "seed": number}, timeout_s=120)
         assert reply.status_code == 200, reply.text
         usage = reply.json()["usage"]
