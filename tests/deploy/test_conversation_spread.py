@@ -1,4 +1,4 @@
-"""The rule of haproxy_routing.py, simulated: conversations of many turns on eight replicas, compared with fewest connections alone."""
+"""The rule of haproxy_routing.py, simulated: conversations on eight replicas, compared with fewest connections alone."""
 
 import heapq
 import random
