@@ -19,13 +19,13 @@ Clock points are those of engine/events.py: submitted, scheduled, first, last, e
 
 from typing import NamedTuple, get_args
 
-from engine.events import Outcome
+from engine.events import ConversationHome, Outcome
 
 TARGET_LABELS = ("application", "deployment", "replica", "node", "model")
 OUTCOMES = get_args(Outcome)
 CAUSES = ("killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "diverged", "raylet", "vanished")
 # Labels whose values are known beforehand: their series are there at zero before the first event, or `increase` would miss it.
-LABEL_VALUES = {"outcome": OUTCOMES, "slo": ("ttft", "tpot"), "verdict": ("good", "bad")}
+LABEL_VALUES = {"outcome": OUTCOMES, "slo": ("ttft", "tpot"), "verdict": ("good", "bad"), "home": get_args(ConversationHome)}
 
 TTFT_BUCKETS = (
     0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.75,
@@ -195,6 +195,15 @@ ENGINE: tuple[Metric, ...] = (
         "Tokens of prompts and answers that counted against the quota of the API key's holder, when their requests had ended.",
         "KeyTokens.count",
         "key",
+    ),
+    Metric(
+        "quartet_conversation_requests_total",
+        "Requests of conversations where there are several replicas, by what HAProxy did: new (it knew no replica of the"
+        " conversation), kept (it went to the conversation's replica) or"
+        " moved (that was gone, or had `conversations.lead` more requests than the"
+        " mean). A moved request computes its prompt anew.",
+        "ConversationRequest",
+        "home",
     ),
     # the scheduler, its caches and drafts
     Metric(

@@ -44,6 +44,7 @@ from deploy.nodes import check_host_of_nodes, check_nodes, gpus_of, replica_reso
 from deploy.placement import place
 from deploy.ports import check_port
 from deploy.registry import HeartbeatSender, RayRegistryClient, target_here
+from deploy.routing import served_names
 from deploy.scaling import Demand
 from deploy.settings import DEPLOYMENT, ServeConfig, Settings
 from engine.config import EngineConfig
@@ -153,7 +154,9 @@ class Quartet:
         self._exporter.read_gauges = partial(read_gauges, group, self._client)
         await self._client.start()
         alike = {name: getattr(settings, name) for name in ServiceSettings.__struct_fields__ if hasattr(settings, name)}
+        told = served_names(os.environ)
         served = ServiceSettings(
+            others=tuple((other.name, other.max_len) for other in told if other.name not in settings.names),
             vocab=config.geometry.vocab,
             defaults=Defaults.read(folder),
             media_kinds=media_kinds(self._encoders, text),

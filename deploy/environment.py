@@ -8,6 +8,7 @@ import os
 import resource
 import secrets
 import shutil
+import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import msgspec
 
 from cluster.children import python_path
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, LimitSettings, guard_limits
+from deploy.routing import ROUTING_VARIABLE, ServedName, routing_of
 from deploy.settings import Settings
 from engine.attention.flashinfer_files import installed, package_folder
 from engine.errors import ConfigError
@@ -86,10 +88,15 @@ def for_ray_start(*, head: bool) -> dict[str, str]:
     return RAY | (HEAD if head else {}) | haproxy_paths() | {"PYTHONPATH": python_path(os.environ)}
 
 
-def guard(settings: Settings, host: str) -> dict[str, str]:
-    """Returns what the guard around Serve reads, where the API listens at `host`."""
+def guard(models: Mapping[str, Settings], host: str) -> dict[str, str]:
+    """Returns what the guard around Serve and HAProxy read, where the API listens at `host`. `models`: by route prefix."""
+    settings = models["/"]
     keys = settings.keys
-    values = {LIMITS_VARIABLE: guard_limits(settings.limits, host, keys=keys.needed)}
+    names = [ServedName(name, prefix, model.max_len) for prefix, model in models.items() for name in model.names]
+    values = {
+        LIMITS_VARIABLE: guard_limits(settings.limits, host, keys=keys.needed),
+        ROUTING_VARIABLE: routing_of(settings.conversations, settings.max_seqs, settings.limits.body_timeout_s, names),
+    }
     if keys.needed:
         values[KEYS_VARIABLE] = msgspec.json.encode(keys).decode()
     return values
@@ -108,7 +115,9 @@ def missing(environ: Mapping[str, str], settings: Settings) -> list[str]:
 def haproxy_paths() -> dict[str, str]:
     """Returns what makes Serve start HAProxy by deploy/haproxy.sh; nothing where there is no HAProxy."""
     binary = haproxy_binary()
-    return {"QUARTET_HAPROXY": binary, "RAY_SERVE_HAPROXY_BINARY_PATH": str(WRAPPER)} if binary else {}
+    if not binary:
+        return {}
+    return {"QUARTET_HAPROXY": binary, "QUARTET_PYTHON": sys.executable, "RAY_SERVE_HAPROXY_BINARY_PATH": str(WRAPPER)}
 
 
 def haproxy_sizes() -> dict[str, str]:

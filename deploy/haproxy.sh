@@ -18,6 +18,8 @@
 #                         those that HTTP lacks are one, OTHER
 #   stick-table           with QUARTET_CONNECTIONS_PER_ADDRESS, bounds the connections of an address. Behind another proxy all
 #                         clients have one address
+#   peers, stick on       keep conversations with their replicas, and set-path chooses the application of a model: by
+#                         haproxy_routing.py, with QUARTET_ROUTING
 #
 # Ray finds this file by RAY_SERVE_HAPROXY_BINARY_PATH. `python -m tests.support.edge.haproxy_errors` writes the errors.
 set -eu
@@ -42,8 +44,9 @@ for argument in "$@"; do
         [ -z "$limit" ] || sed -i "s#^frontend http_frontend\$#&\n    $counted#" "$argument"
         sed -i -e '/^frontend http_frontend$/,/^backend/!s/^\( *bind \)\**:\([0-9][0-9]*\)/\1127.0.0.1:\2/' -e '/^ *option splice-request$/d' \
             -e 's/^ *server .*$/& tcp-ut 8s/' \
-            -e "/^defaults/,/^frontend/s/^ *mode http\$/&\n    $ours/" "$argument"
+            -e "/^defaults/,/^frontend/s#^ *mode http\$#&\n    $ours\n    errorfile 408 $errors/408.http#" "$argument"
+        [ -z "${QUARTET_ROUTING:-}" ] || "$QUARTET_PYTHON" -I "$(dirname "$0")/haproxy_routing.py" "$argument"
     fi
     before=$argument
 done
-exec "$QUARTET_HAPROXY" "$@"
+exec "$QUARTET_HAPROXY" -L here "$@"

@@ -30,7 +30,7 @@ from deploy.nodes import check_nodes, check_replicas
 from deploy.placement import place
 from deploy.ports import Ports, check_port
 from deploy.processes import adopt_orphans, descendants, is_ray_server, lives, reap, started_with
-from deploy.settings import ServeConfig, Settings, http_address
+from deploy.settings import ServeConfig, Settings, applications, http_address, read_models
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead
 
@@ -82,6 +82,11 @@ class Launch:
     _servers: list[int] = field(default_factory=list)  # GCS and raylet: without them Ray's calls only wait
 
     @property
+    def models(self) -> dict[str, Settings]:
+        """As `read_models`."""
+        return read_models(self.config, "the config")
+
+    @property
     def address(self) -> tuple[str, int]:
         """As `http_address`."""
         return http_address(self.config)
@@ -106,10 +111,12 @@ class Launch:
             check_log_folder(settings.logs.folder)
         if settings.keys.needed:
             parse(read(settings.keys))
-        check_nodes(settings, [len(probe().gpus)])
-        config = place(settings)  # a model of the hub is downloaded
-        attention_here(config)
-        return config
+        configs = list[EngineConfig]()
+        for model in self.models.values():
+            check_nodes(model, [len(probe().gpus)])
+            configs.append(place(model))  # a model of the hub is downloaded
+            attention_here(configs[-1])
+        return configs[0]
 
     def start(self) -> None:
         """Do everything behind `check` until the first request can be answered. ConfigError: it cannot run like this; EngineDead:
@@ -118,12 +125,14 @@ class Launch:
         adopt_orphans()
         environment.prepare(os.environ, self.folder, self._ports.choose(os.getpid()))
         os.environ["PYTHONPATH"] = python_path(os.environ)
-        for name, value in environment.guard(self.settings, self.address[0]).items():
+        for name, value in environment.guard(self.models, self.address[0]).items():
             os.environ.setdefault(name, value)
         from deploy.serve_schema import check_schema  # Serve reads the environment when it is imported
 
         check_schema(self.config, "the config")
-        check_replicas(self.config, self.settings, {"CPU": os.cpu_count() or 1, "GPU": len(probe().gpus)})
+        there = {"CPU": os.cpu_count() or 1, "GPU": len(probe().gpus)}
+        for app, model in zip(applications(self.config, "the config"), self.models.values(), strict=True):
+            check_replicas({"applications": [app]}, model, there)
         self._init_ray()
         self._deploy()
         self._wait_running()

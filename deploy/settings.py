@@ -3,6 +3,7 @@
 An unknown key or a bad value is a ConfigError of one line that names it.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
@@ -12,6 +13,7 @@ import yaml
 from msgspec import Meta
 
 from deploy.edge.edge_settings import (
+    MODELS,
     AbsolutePath,
     Count,
     Host,
@@ -22,12 +24,14 @@ from deploy.edge.edge_settings import (
     Name,
     TracingSettings,
 )
+from deploy.routing import ConversationSettings
 from engine.config import Duration, EngineSettings, LoadFormat, Thinking, ToolGrammar
 from engine.errors import ConfigError
 from engine.protocol import FrozenStruct
 
 IMPORT_PATH = "deploy.app:build"
 DEPLOYMENT = "Quartet"
+PREFIX = re.compile(rf"{MODELS}[A-Za-z0-9._-]+")
 LONGEST_S = 2_147_483  # 24 days: C counts milliseconds in 32 bits, and so does HAProxy
 LARGEST = 1 << 42  # 4 TiB, or so many of anything: more is a slip
 ServeConfig = dict[str, Any]  # all of a Serve config, or a part of it, as the YAML has it
@@ -68,8 +72,8 @@ class Settings(EngineSettings, kw_only=True):
     (a public shape with random weights)"""
     revision: str | None = None
     """revision of a hub id"""
-    served_model_name: Name | None = None
-    """what clients call it; none: the last part of `model`"""
+    served_model_name: Name | Annotated[tuple[Name, ...], Meta(min_length=1, max_length=32)] | None = None
+    """what clients call it, or a list of such names, of which answers have the first; none: the last part of `model`"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if NVML shows a GPU to this replica"""
     load_format: LoadFormat | None = None
@@ -89,6 +93,7 @@ class Settings(EngineSettings, kw_only=True):
     """whether the model thinks if a request does not say; auto: the chat template decides"""
     metrics: MetricsSettings = MetricsSettings()
     limits: LimitSettings = LimitSettings()
+    conversations: ConversationSettings = ConversationSettings()
     media: MediaSettings = MediaSettings()
     keys: KeySettings = KeySettings()
     logs: LogSettings = LogSettings()
@@ -105,8 +110,15 @@ class Settings(EngineSettings, kw_only=True):
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
-        return self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
+        """What answers call the model."""
+        return self.names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call the model."""
+        if isinstance(self.served_model_name, str):
+            return (self.served_model_name,)
+        return self.served_model_name or (self.model.rstrip("/").rpartition("/")[2],)
 
     @property
     def template(self) -> Path | None:
@@ -212,17 +224,22 @@ def read_config(path: Path) -> ServeConfig:
     return value
 
 
-def application(config: ServeConfig, source: str) -> ServeConfig:
-    """Finds our application in a Serve config; there can be one, as it has all paths. ConfigError names the file and the key."""
-    quartets = [app for app in config["applications"] if isinstance(app, dict) and app.get("import_path") == IMPORT_PATH]
-    if len(quartets) != 1:
-        raise ConfigError(f"{source}: {'only one' if quartets else 'no'} application has import_path {IMPORT_PATH}")
-    if quartets[0].get("route_prefix", "/") != "/":
-        raise ConfigError(f"{source}: route_prefix: only /, because the paths of the API are OpenAI's")
-    deployments = quartets[0].setdefault("deployments", [])
-    if not isinstance(deployments, list) or any(not isinstance(one, dict) or one.get("name") != DEPLOYMENT for one in deployments):
-        raise ConfigError(f"{source}: deployments: expected a list of mappings named {DEPLOYMENT}, the one deployment there is")
-    return quartets[0]
+def applications(config: ServeConfig, source: str) -> list[ServeConfig]:
+    """Finds our applications, one a model, that at `/` first. ConfigError names the file and the key."""
+    ours = [app for app in config["applications"] if isinstance(app, dict) and app.get("import_path") == IMPORT_PATH]
+    ours.sort(key=lambda app: app.get("route_prefix", "/") != "/")
+    prefixes = [str(app.get("route_prefix", "/")) for app in ours]
+    if not ours:
+        raise ConfigError(f"{source}: no application has import_path {IMPORT_PATH}")
+    if prefixes[0] != "/" or len({*prefixes}) < len(prefixes):
+        raise ConfigError(f"{source}: route_prefix: one application has /, and each other one a prefix of its own")
+    if wrong := [prefix for prefix in prefixes[1:] if not PREFIX.fullmatch(prefix)]:
+        raise ConfigError(f"{source}: route_prefix: expected /, or {MODELS}NAME for another model, not {wrong[0]!r:.80}")
+    for app in ours:
+        found = app.setdefault("deployments", [])
+        if not isinstance(found, list) or any(not isinstance(one, dict) or one.get("name") != DEPLOYMENT for one in found):
+            raise ConfigError(f"{source}: deployments: expected a list of mappings named {DEPLOYMENT}, the one deployment there is")
+    return ours
 
 
 def http_address(config: ServeConfig) -> tuple[str, int]:
@@ -242,9 +259,26 @@ def deployments(config: ServeConfig) -> Iterator[tuple[str, ServeConfig]]:
 
 
 def read_settings(config: ServeConfig, source: str) -> Settings:
-    """Reads the settings of our application in a Serve config; ConfigError names the file and the key."""
-    app = application(config, source)
-    try:
-        return Settings.read(app.get("args") or {})
-    except ConfigError as error:
-        raise ConfigError(f"{source}: args of {app.get('name', 'the application')}: {error}") from error
+    """Reads the settings of our application at `/`; ConfigError names the file and the key."""
+    return read_models(config, source)["/"]
+
+
+def read_models(config: ServeConfig, source: str) -> dict[str, Settings]:
+    """Reads the settings of each model by its route prefix, `/` first; ConfigError names the file and the key."""
+    models: dict[str, Settings] = {}
+    owners: dict[str, str] = {}
+    for app in applications(config, source):
+        prefix = str(app.get("route_prefix", "/"))
+        at = f"{source}: args of {app.get('name', 'the application')}"
+        try:
+            settings = Settings.read(app.get("args") or {})
+        except ConfigError as error:
+            raise ConfigError(f"{at}: {error}") from error
+        models[prefix] = settings
+        for key in ("limits", "keys", "conversations"):
+            if getattr(settings, key) != getattr(models["/"], key):
+                raise ConfigError(f"{at}: {key}: expected those of the application at /, as the guard before all has one set")
+        for name in settings.names:
+            if owners.setdefault(name, prefix) != prefix:
+                raise ConfigError(f"{at}: served_model_name: {name} is a name of two applications")
+    return models

@@ -23,6 +23,7 @@ from engine.rank_status import EncoderFigures
 Outcome = Literal[
     "stop", "length", "client_gone", "deadline", "slow_reader", "queue_timeout", "sibling_failed", "refused", "error", "dead"
 ]
+ConversationHome = Literal["new", "kept", "moved"]
 KeyVerdict = Literal["admitted", "unauthenticated", "forbidden", "rate_limited"]
 
 
@@ -91,6 +92,12 @@ class KeyTokens(EventRecord):
     count: int
 
 
+class ConversationRequest(EventRecord):
+    """A request of a conversation has come to one of several replicas. `home`: whether the one before went there."""
+
+    home: ConversationHome
+
+
 class EngineLoad(EventRecord):
     """The core's figures have come.
 
@@ -132,7 +139,18 @@ class ScrapeGauges(EventRecord):
     encoder: EncoderFigures = EncoderFigures()
 
 
-Event = RequestStarted | Scheduled | FirstToken | Tokens | RequestFinished | KeyDecision | KeyTokens | EngineLoad | EngineFailed
+Event = (
+    RequestStarted
+    | Scheduled
+    | FirstToken
+    | Tokens
+    | RequestFinished
+    | KeyDecision
+    | KeyTokens
+    | ConversationRequest
+    | EngineLoad
+    | EngineFailed
+)
 Sink = Callable[[Event], None]  # called on the front's event loop: it must be quick, and must not raise
 
 

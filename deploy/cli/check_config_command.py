@@ -17,7 +17,7 @@ from deploy.edge.edge_settings import LOOPBACK_NAMES, url_host
 from deploy.edge.keys.key_file import parse, read
 from deploy.models.resolve import is_here
 from deploy.placement import drafter_folder
-from deploy.settings import ServeConfig, Settings, application, read_config, read_settings
+from deploy.settings import ServeConfig, Settings, applications, read_config, read_models
 from engine.config import Mtp
 from engine.errors import ConfigError
 
@@ -39,29 +39,34 @@ def register(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the application's settings as they will be; ConfigError names what is wrong."""
+    """Prints the applications' settings as they will be; ConfigError names what is wrong."""
     from deploy.serve_schema import check_schema
 
     source = str(args.config)
     config = read_config(args.config)
-    settings = read_settings(config, source)
+    models = read_models(config, source).values()
     check_schema(config, source)
-    app = application(config, source)
-    http = config.get("http_options") or {}
-    try:
-        notes = [
-            *deployment_notes(app, settings),
-            *model_notes(settings),
-            *key_notes(http, settings),
-            *node_notes(config, http, settings),
-            *time_notes(app, http, settings),
-        ]
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
-    entry = {"name": app.get("name", ""), "settings": msgspec.to_builtins(settings), "notes": notes}
-    lines = [f"{source}: {settings.name}: {msgspec.json.encode(settings).decode()}", *(f"note: {note}" for note in notes)]
-    emit(args, {"config": source, "applications": [entry]}, lines)
+    entries = []
+    lines = []
+    for app, settings in zip(applications(config, source), models, strict=True):
+        try:
+            notes = [*all_notes(config, app, settings)]
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from error
+        entries.append({"name": app.get("name", ""), "settings": msgspec.to_builtins(settings), "notes": notes})
+        lines += [f"{source}: {settings.name}: {msgspec.json.encode(settings).decode()}", *(f"note: {note}" for note in notes)]
+    emit(args, {"config": source, "applications": entries}, lines)
     return OK
+
+
+def all_notes(config: ServeConfig, app: ServeConfig, settings: Settings) -> Iterator[str]:
+    """Notes all that is odd about one application. ConfigError: it cannot be served."""
+    http = config.get("http_options") or {}
+    yield from deployment_notes(app, settings)
+    yield from model_notes(settings)
+    yield from key_notes(http, settings)
+    yield from node_notes(config, http, settings)
+    yield from time_notes(app, http, settings)
 
 
 def deployment_notes(app: ServeConfig, settings: Settings) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deploy import environment
 from deploy.cli.output import OK, Subparsers, command, emit
-from deploy.settings import http_address, read_config, read_settings
+from deploy.settings import http_address, read_config, read_models
 
 HELP = """\
 `quartet serve` starts Ray with these variables itself. Where `ray start` starts it, set them on every node before; without them
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if args.config is not None:
         config = read_config(args.config)
         host, _ = http_address(config)
-        values |= environment.guard(read_settings(config, str(args.config)), host)
+        values |= environment.guard(read_models(config, str(args.config)), host)
     if args.format == "shell":  # evaluated on the node itself; the other formats are carried to machines of other sizes
         values |= environment.haproxy_sizes()
     emit(args, values, FORMATS[args.format](values))

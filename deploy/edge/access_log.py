@@ -51,6 +51,7 @@ class AccessLog:
         endpoint = endpoint_of(scope)
         method = scope["method"] if scope["method"] in _METHODS else "OTHER"
         record = RequestRecord(request_id(scope["headers"]), method, endpoint.path, send, began, deadline, endpoint.operation)
+        record.home = only(scope["headers"], b"x-quartet-home")
         record.traceparent = only(scope["headers"], b"traceparent")
         known = REQUEST_ID.set(record.id)
         try:

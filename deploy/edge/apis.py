@@ -1,11 +1,13 @@
 """Every path that is served, with what the guards, the access log and the traces have to know of it."""
 
+import re
 from collections.abc import Mapping
 
 from starlette.types import Scope
 
 from deploy.edge.anthropic.messages_api import COUNT_TOKENS, MESSAGES_API
 from deploy.edge.api import HttpEndpoint, Right
+from deploy.edge.edge_settings import MODELS
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape
 from deploy.edge.native.generate_api import GENERATE
 from deploy.edge.native.tokenization import DETOKENIZE, TOKENIZE
@@ -18,6 +20,7 @@ TOKEN_APIS = (COUNT_TOKENS, TOKENIZE, DETOKENIZE)
 PROBES = ("/health", "/health/live", "/health/ready")
 UNKNOWN = HttpEndpoint(path="unknown", right="all")
 _MODEL = "/v1/models/{model}"
+_PREFIX = re.compile(rf"^{MODELS}[^/]+(?=/)")
 _OTHERS: Mapping[Right, tuple[str, ...]] = {
     "open": PROBES,
     "models": ("/v1/models", _MODEL),
@@ -29,7 +32,7 @@ ENDPOINTS: dict[str, HttpEndpoint] = {endpoint.path: endpoint for endpoint in (*
 
 def endpoint_of(scope: Scope) -> HttpEndpoint:
     """What is served at a request's path below http_options.root_path, which uvicorn puts in front, or UNKNOWN."""
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    path: str = _PREFIX.sub("", scope["path"].removeprefix(scope.get("root_path", "")))
     return ENDPOINTS.get(_MODEL if path.startswith("/v1/models/") else path, UNKNOWN)
 
 

@@ -32,7 +32,7 @@ class LimitSettings(FrozenStruct):
     body_bytes: Annotated[int, Meta(ge=1024)] = 32 << 20
     """bytes of a request's body; more get 413"""
     header_bytes: Annotated[int, Meta(ge=1024)] = 32 << 10
-    """bytes of a request's headers; more get 431, and from HAProxy a 400 above 15 kB (RAY_SERVE_HAPROXY_TUNE_BUFSIZE less 1 kB)"""
+    """bytes of a request's headers; more get 431, and from HAProxy a 400 above conversations.look_bytes"""
     body_timeout_s: Duration = 30.0
     """a body that is not complete by then gets 408"""
     n: Annotated[int, Meta(ge=1, le=64)] = 8
@@ -111,6 +111,7 @@ class KeySettings(FrozenStruct):
 
 KEYS_VARIABLE = "QUARTET_KEYS"  # in the environment: the KeySettings as JSON of the guard around Serve
 LIMITS_VARIABLE = "QUARTET_LIMITS"  # in the environment: the limits as JSON of the guard around Serve
+MODELS = "/models/"  # route prefixes of applications lie below it; the guard around Serve sees paths with them
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - addresses of all interfaces, compared, not bound
 

@@ -53,7 +53,7 @@ class JobBuilder:
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound unless `name` is served here, or none is named."""
-        if name not in (None, self.settings.name):
+        if name not in (None, *self.settings.names):
             raise ModelNotFound(str(name))
 
     async def job(self, ask: Ask, client: str) -> Job:

@@ -32,7 +32,7 @@ from deploy.edge.observe.record import record_of
 from deploy.edge.response_format import JSON, ResponseFormat
 from deploy.edge.scope import CLAIM, client_name, is_from_loopback
 from deploy.edge.service import Service
-from engine.errors import QuartetError
+from engine.errors import ModelNotFound, QuartetError
 from engine.protocol import JsonObject
 
 TURN_BITS = 31  # of what the engine orders by: whose turn it is, among requests of one priority
@@ -177,25 +177,25 @@ def _check_media_type(request: Request, media_type: str, origins: Sequence[str])
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    card = {
-        "id": service.settings.name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "quartet",
-        "max_model_len": service.settings.max_len,
-        "weights": service.settings.weight_format,
+    settings, since = service.settings, int(time.time())
+    own = [(name, settings.max_len, {"weights": settings.weight_format}) for name in settings.names]
+    others = [(name, max_len, {}) for name, max_len in settings.others]
+    cards: dict[str, JsonObject] = {
+        name: {"id": name, "object": "model", "created": since, "owned_by": "quartet", "max_model_len": max_len, **more}
+        for name, max_len, more in (*own, *others)
     }
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JsonResponse({"object": "list", "data": [card]})
+        return JsonResponse({"object": "list", "data": [*cards.values()]})
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         if not model:
             raise HTTPException(404)
-        service.jobs.check_model(model)
-        return JsonResponse(card)
+        if model not in cards:
+            raise ModelNotFound(model)
+        return JsonResponse(cards[model])
 
 
 def _add_health(app: FastAPI, service: Service) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, get_args
 
 from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.ask import Ask
@@ -18,7 +18,7 @@ from deploy.edge.observe.spans import Tracer
 from deploy.edge.response_format import ServedModel
 from deploy.edge.service_settings import ServiceSettings
 from deploy.edge.text_pool import TextPool
-from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink
+from engine.events import ConversationHome, ConversationRequest, KeyDecision, KeyTokens, KeyVerdict, Sink
 from engine.front.client import EngineClient
 from engine.front.grammar_check import GrammarCheck
 from engine.front.text import TextProcessor
@@ -28,6 +28,8 @@ _REFUSALS: dict[type, KeyVerdict] = {
     Forbidden: "forbidden",
     QuotaExceeded: "rate_limited",
 }
+
+HOMES: dict[bytes | None, ConversationHome] = {home.encode(): home for home in get_args(ConversationHome)}
 
 
 @dataclass
@@ -82,6 +84,8 @@ class Service:
         refused = _REFUSALS.get(type(record.error))
         if record.grant is not None or refused is not None:
             self.sink(KeyDecision(record.key or "", refused or "admitted"))
+        if record.home in HOMES:
+            self.sink(ConversationRequest(HOMES[record.home]))
         if record.key is not None and record.grant is not None:
             record.grant.close(record.used_tokens)
             self.sink(KeyTokens(record.key, record.used_tokens))

@@ -39,14 +39,17 @@ def audio_row_samples(encoders: MediaGeometries) -> int:
 
 
 class ServiceSettings(FrozenStruct):
-    """`name`: of the model; token ids lie in its `vocab`; `max_len`: the context. `fingerprint`: of build, weights and setup.
-    `weight_format`: names of `engine.weight_formats`.
+    """`names`: of the model, of which answers have the first; `others`: names and contexts of the cluster's other models.
+
+    Token ids lie in its `vocab`; `max_len`: the context. `fingerprint`: of build, weights and setup. `weight_format`: names of
+    `engine.weight_formats`.
 
     `media_kinds`: that it reads; `row_samples`: of its audio, 0: it takes log-mel frames. `capacity` choices, and `queue_tokens`
     tokens of those that wait, are let in (admission_control.py).
     """
 
-    name: str
+    names: tuple[str, ...]
+    others: tuple[tuple[str, int], ...]
     vocab: int
     max_len: int
     defaults: Defaults
@@ -62,3 +65,8 @@ class ServiceSettings(FrozenStruct):
     weight_format: str
     tool_grammar: ToolGrammar
     thinking: Thinking
+
+    @property
+    def name(self) -> str:
+        """What answers call the model."""
+        return self.names[0]

@@ -20,6 +20,7 @@ from dashboards.metrics import DISCOVERY_METRICS, ENGINE, OUTCOMES, TARGET_LABEL
 from dashboards.series import FastHistogram
 from engine.errors import ConfigError
 from engine.events import (
+    ConversationRequest,
     EngineFailed,
     EngineLoad,
     Event,
@@ -56,6 +57,9 @@ EVENTS: list[Event] = [
     KeyDecision("", "unauthenticated"),
     KeyTokens("alice", 17),
     KeyTokens("alice", 4),
+    ConversationRequest("kept"),
+    ConversationRequest("kept"),
+    ConversationRequest("moved"),
     EngineLoad(load(7, POOLS, **(LEVELS | {"prefill_tokens": 80, "decode_tokens": 44}))),
     EngineLoad(load(9, POOLS, **(LEVELS | COUNTS)), 0.03),
     EngineLoad(load(9, POOLS, **(LEVELS | COUNTS | {"waiting": 1, "running": 4, "waiting_tokens": 20}))),
@@ -64,6 +68,9 @@ EXPECTED = {
     'quartet_key_requests_total{key="alice",verdict="admitted"}': 1,
     'quartet_key_requests_total{key="",verdict="unauthenticated"}': 1,
     'quartet_key_tokens_total{key="alice"}': 21,
+    'quartet_conversation_requests_total{home="new"}': 0,
+    'quartet_conversation_requests_total{home="kept"}': 2,
+    'quartet_conversation_requests_total{home="moved"}': 1,
     "quartet_time_to_first_token_seconds_count": 1,
     "quartet_time_to_first_token_seconds_sum": 0.012,
     "quartet_time_per_output_token_seconds_count": 1,

@@ -141,7 +141,7 @@ def test_our_own_files_are_good(name: str) -> None:
         ("a: 1\nb: {c: {d: 1, e: 2, d: 3}}", 'the key d stands twice in what begins in "<unicode string>", line 2, column 8'),
         ("b: {? [c] : 1}", "unhashable"),
         ("applications: [{import_path: 'x:y'}]", "no application has"),
-        ("applications: [{import_path: 'deploy.app:build'}, {import_path: 'deploy.app:build'}]", "only one application has"),
+        ("applications: [{import_path: 'deploy.app:build'}, {import_path: 'deploy.app:build'}]", "one application has /, and"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:

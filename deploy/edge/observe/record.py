@@ -47,6 +47,7 @@ class RequestRecord(Struct):
     key: str | None = None
     grant: QuotaGrant | None = None
     traceparent: bytes | None = None
+    home: bytes | None = None
     ended: float = 0.0
     status: int | None = None
     model: str | None = None

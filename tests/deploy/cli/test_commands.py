@@ -288,7 +288,7 @@ def checked(path: Path, capsys: Captured) -> dict[str, Any]:
         ({"_deployment": {"autoscaling_config": {"min_replica": 1}}}, "deployments.0.autoscaling_config.min_replica: unknown key"),
         ({"_top": {"proxy_locations": "HeadOnly"}}, "proxy_locations: unknown key, which Serve would ignore"),
         ({"_deployment": {"name": "Quintet"}}, "deployments: expected a list of mappings named Quartet"),
-        ({"_app": {"route_prefix": "/x"}}, "route_prefix: only /, because the paths of the API are OpenAI's"),
+        ({"_app": {"route_prefix": "/x"}}, "route_prefix: one application has /, and each other one"),
         ({"_app": {"deployments": [1]}}, "deployments: expected a list of mappings named Quartet"),
         ({"_scaling": {"min_replicas": "x"}}, "autoscaling_config.min_replicas: Input should be a valid integer"),
         ({"_scaling": {"min_replicas": 3}}, "autoscaling_config.all: Value error, max_replicas (1) must be"),

@@ -78,7 +78,7 @@ def test_a_replica_with_all_of_it_misses_nothing(tmp_path: Path) -> None:
     """On any node; of a head's environment each variable that is taken out is named. Planted: Ray's own environment lacks most."""
     settings = Settings.read({"model": "nano:31b", "limits": {"requests": 99}, "keys": {"file": "/etc/keys"}})
     for head in (True, False):
-        full = environment.for_ray_start(head=head) | environment.guard(settings, "0.0.0.0")
+        full = environment.for_ray_start(head=head) | environment.guard({"/": settings}, "0.0.0.0")
         assert environment.missing(full, settings) == []
         for name in ("RAY_worker_niceness", LIMITS_VARIABLE, KEYS_VARIABLE):
             assert environment.missing({key: full[key] for key in full if key != name}, settings) == [name]

@@ -24,3 +24,11 @@ def test_every_endpoint_is_known_by_its_path() -> None:
     assert endpoint_of({"path": "/v1/chat/completions/"}) is UNKNOWN
     traced = {path for path, endpoint in ENDPOINTS.items() if endpoint.operation is not None}
     assert traced == {api.path for api in GENERATION_APIS}
+
+
+def test_a_models_prefix_changes_no_right() -> None:
+    """The guard around Serve sees it in the path. Planted: another prefix, and a model whose name has a slash, are unknown."""
+    for path in ("/v1/chat/completions", "/v1/models", "/v1/models/small", "/health/ready"):
+        assert endpoint_of({"path": f"/models/small{path}"}) is endpoint_of({"path": path}) is not UNKNOWN
+    assert endpoint_of({"path": "/other/small/v1/models"}) is UNKNOWN
+    assert endpoint_of({"path": "/models/a/b/v1/models"}) is UNKNOWN

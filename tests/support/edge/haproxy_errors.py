@@ -1,5 +1,6 @@
 """What HAProxy itself answers where no replica does, in OpenAI's shape: files that deploy/haproxy.sh puts into its configuration.
 
+408       a request's head, or the first bytes of its body, did not arrive in time
 404, 405  no application has the path, or HTTP has no such method
 502, 503  the replica was killed before it answered, or there is none: 503 with Retry-After, as when a replica loses its engine
 504       nobody answered within http_options.request_timeout_s
@@ -10,13 +11,18 @@
 from http import HTTPStatus
 
 from deploy.edge.error_response import OPENAI_ERROR, plain_error, refusal
-from deploy.edge.http_errors import DeadlineExceeded
+from deploy.edge.http_errors import DeadlineExceeded, TooSlow
 from engine.errors import EngineDead, QuartetError
 from tests.support.repo_rules import ROOT
 
 FOLDER = ROOT / "deploy" / "haproxy_errors"
 _LOST = EngineDead("the replica is gone")
-_ERRORS: dict[int, QuartetError] = {502: _LOST, 503: _LOST, 504: DeadlineExceeded("The server did not answer in time.")}
+_ERRORS: dict[int, QuartetError] = {
+    408: TooSlow("The request did not arrive in time."),
+    502: _LOST,
+    503: _LOST,
+    504: DeadlineExceeded("The server did not answer in time."),
+}
 _SENTENCES = {404: "Not Found: the path must begin with /.", 405: "Method Not Allowed: there is no such method."}
 
 

@@ -23,4 +23,4 @@ def service_settings(name: str, vocab: int, max_len: int, **changes: Any) -> Ser
         "tool_grammar": "strict",
         "thinking": "auto",
     }
-    return ServiceSettings(name, vocab, max_len, **others | changes)  # type: ignore[arg-type]
+    return ServiceSettings((name,), (), vocab, max_len, **others | changes)  # type: ignore[arg-type]

@@ -1,0 +1,150 @@
+"""Edits the configuration that Ray Serve wrote for HAProxy: which application and which replica a request goes to.
+
+    python3 haproxy_routing.py FILE     run by haproxy.sh before each start of HAProxy, with the standard library alone
+
+The environment variable QUARTET_ROUTING has the `Routing` (deploy/routing.py) as JSON. Two or more replicas: the requests of a
+conversation go to the replica that had the first one, chosen by fewest connections. The stick table remembers that. A new HAProxy
+gets it from the old one, over a socket next to the configuration.
+
+A conversation is known by the header `x-session-id`, else by `prompt_cache_key` or `metadata.user_id` of the body, else by the
+client's Authorization header with the first turn of its user. HAProxy looks at as much of a body as its buffer takes.
+"""
+
+import json
+import os
+import re
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+FRONTEND = "frontend http_frontend"
+HEADER = "x-quartet-home"  # says to the replica what became of the request: new, kept or moved
+_SERVER = re.compile(r"^ *server (\S+) (?!.* backup\b).*$", re.MULTILINE)
+_BACKEND = re.compile(r"^backend .*(?:\n(?![a-z]).*)*", re.MULTILINE)
+_JSON_POST = "METH_POST { req.hdr(content-type) -m beg application/json } !{ req.hdr(expect) -m found }"
+_KEY_PATHS = ("$.prompt_cache_key", "$.metadata.user_id")
+_MESSAGES = (0, 1)  # the first turn of the user stands here, after a system message or without one
+
+
+def edit(text: str, routing: dict[str, Any], socket: Path) -> str:
+    """Returns the configuration with our lines. `socket`: where a new HAProxy gets the tables of the old one."""
+    text = _with_buffer(text, routing["look_bytes"])
+    inserted = [f"http-request del-header {HEADER}", *_model_lines(routing)]
+    text = text.replace(FRONTEND, _indented(FRONTEND, inserted), 1)
+    if not routing["stay"]:
+        return text
+    edited = _BACKEND.sub(lambda found: _with_homes(found[0], routing), text)
+    if edited == text:
+        return text
+    peers = f"peers quartet\n    peer here unix@{socket}\n"
+    return edited.replace("defaults\n", f"{peers}defaults\n", 1)
+
+
+def _indented(section: str, lines: list[str]) -> str:
+    return "\n    ".join([section, *lines])
+
+
+def _with_buffer(text: str, look_bytes: int) -> str:
+    """The buffer is larger by what HAProxy keeps free in it, and never smaller than Serve's own."""
+    line = f"tune.bufsize {look_bytes + 1024}"
+    if "tune.bufsize" in text:
+        return re.sub(r"tune\.bufsize \d+", line, text)
+    return text.replace("global\n", f"global\n    {line}\n", 1)
+
+
+def _wait(routing: dict[str, Any], unless: str = "") -> str:
+    return f"http-request wait-for-body time {routing['body_timeout_ms']}ms if {_JSON_POST} {unless}".rstrip()
+
+
+def _model_lines(routing: dict[str, Any]) -> list[str]:
+    """Puts the route prefix of the model's application before the path."""
+    others = [served for served in routing["names"] if served["prefix"] != "/"]
+    if not others:
+        return []
+    lines = [_wait(routing), f"http-request set-var(txn.model) req.body,json_query('$.model') if {_JSON_POST}"]
+    for served in others:
+        prefix = served["prefix"]
+        quoted = served["name"].replace("\\", "\\\\").replace('"', '\\"')
+        chosen = f'{{ var(txn.model) -m str -- "{quoted}" }} {{ path_beg /v1/ /generate /tokenize /detokenize }}'
+        lines.append(f"http-request set-path {prefix}%[path] if {chosen}")
+    return lines
+
+
+def _with_homes(section: str, routing: dict[str, Any]) -> str:
+    """A backend whose conversations stay with their servers; as it is where it has one server."""
+    servers = _SERVER.findall(section)
+    if len(servers) < 2:
+        return section
+    name = section.split(None, 2)[1]
+    ids = _ids(servers)
+    section = _SERVER.sub(lambda found: f"{found[0]} id {ids[found[1]]}", section)
+    head, rest = section.split("\n", 1)
+    return _indented(head, [*_key_lines(routing), *_home_lines(name, ids, routing)]) + "\n" + rest
+
+
+def _ids(servers: list[str]) -> dict[str, int]:
+    """Numbers the servers by their names, so that a number stays when others come and go."""
+    ids: dict[str, int] = {}
+    for server in servers:
+        number = zlib.crc32(server.encode()) % (1 << 30) + 1
+        while number in ids.values():
+            number += 1
+        ids[server] = number
+    return ids
+
+
+def _key_lines(routing: dict[str, Any]) -> list[str]:
+    """The conversation's key, as the SHA-1 in `txn.home`."""
+    unknown = "!has_home"
+    turn = "!has_home !has_turn"
+    lines = [
+        "acl has_home var(txn.home) -m len gt 0",
+        "acl has_turn var(txn.turn) -m len gt 0",
+        "http-request set-var(txn.home) req.hdr(x-session-id)",
+        _wait(routing, unknown),
+    ]
+    lines += [f"http-request set-var(txn.home) req.body,json_query('{path}') if {unknown}" for path in _KEY_PATHS]
+    for content in ("content", "content[0].text"):
+        for index in _MESSAGES:
+            user = f"{{ req.body,json_query('$.messages[{index}].role') -m str user }}"
+            lines.append(f"http-request set-var(txn.turn) req.body,json_query('$.messages[{index}].{content}') if {turn} {user}")
+    lines += [
+        f"http-request set-var(txn.turn) req.body,json_query('$.input') if {turn}",
+        'http-request set-var-fmt(txn.home) "%[req.hdr(authorization)] %[var(txn.turn)]" if !has_home has_turn',
+        "http-request set-var(txn.home) var(txn.home),sha1 if has_home",
+    ]
+    return lines
+
+
+def _home_lines(backend: str, ids: dict[str, int], routing: dict[str, Any]) -> list[str]:
+    """The table's replica has the request if it is up and not far above the mean."""
+    lines = [
+        f"stick-table type binary len 20 size {routing['conversations']} expire {routing['idle_ms']}ms peers quartet",
+        f"http-request set-var(txn.was) var(txn.home),table_server_id({backend}) if has_home",
+    ]
+    for server, number in ids.items():
+        up = f"{{ var(txn.was) -m int {number} }} {{ srv_is_up({backend}/{server}) }}"
+        lines.append(f"http-request set-var(txn.load) srv_conn({backend}/{server}) if {up}")
+    lines += [
+        f"http-request set-var(txn.mean) be_conn({backend}),div({len(ids)})",
+        f"acl is_far_above var(txn.load),sub(txn.mean) -m int gt {routing['lead']}",
+        "acl is_known var(txn.was) -m int gt 0",
+        "acl has_replica var(txn.load) -m found",
+        f"http-request set-header {HEADER} new if has_home !is_known",
+        f"http-request set-header {HEADER} moved if is_known",
+        f"http-request set-header {HEADER} kept if is_known has_replica !is_far_above",
+        "stick match var(txn.home) if has_replica !is_far_above",
+        "stick store-request var(txn.home) if has_home",
+    ]
+    return lines
+
+
+def main() -> None:
+    """Edits the file that the command line names."""
+    path = Path(sys.argv[1])
+    path.write_text(edit(path.read_text(), json.loads(os.environ["QUARTET_ROUTING"]), path.with_name("peers.sock")))
+
+
+if __name__ == "__main__":
+    main()

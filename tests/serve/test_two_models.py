@@ -1,0 +1,89 @@
+"""Two models behind one URL, on a real stack: an application each, chosen by the body's `model`. One boot."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.support.stack.serve_process import Stack
+
+pytestmark = pytest.mark.serve
+
+LARGE = ("claude-sonnet", "large")
+SMALL = ("claude-haiku", "small")
+STREAMS = 16
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder: Path = tmp_path_factory.mktemp("models")
+    shared: dict[str, Any] = {"tp": 1, "mtp": {}, "metrics": {"discovery": {"enabled": False}}}
+    stack = Stack(folder, args=shared | {"served_model_name": list(LARGE)})
+    config = yaml.safe_load(stack.config.read_text())
+    small = yaml.safe_load(yaml.safe_dump(config["applications"][0]))
+    small |= {"name": "small", "route_prefix": "/models/small"}
+    small["args"] |= {"model": "nano:e2b", "served_model_name": list(SMALL), "max_seqs": 4, "max_queue": 0, "max_len": 1024}
+    config["applications"].append(small)
+    stack.config.write_text(yaml.safe_dump(config))
+    try:
+        stack.start(timeout_s=200)
+        yield stack
+    finally:
+        stack.clean_up()
+
+
+def chat(stack: Stack, model: str, **more: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "model": model, "max_tokens": 4} | more
+    return stack.chat(body, timeout_s=120)
+
+
+def test_the_list_is_the_union(stack: Stack) -> None:
+    """Every name of both, with its own context, at either application."""
+    for prefix in ("", "/models/small"):
+        cards = httpx.get(f"{stack.url}{prefix}/v1/models").json()["data"]
+        assert {card["id"]: card["max_model_len"] for card in cards} == dict.fromkeys(LARGE, 2048) | dict.fromkeys(SMALL, 1024)
+    assert httpx.get(f"{stack.url}/v1/models/small").json()["id"] == "small"
+    assert httpx.get(f"{stack.url}/v1/models/none").status_code == 404
+
+
+def test_a_name_of_no_model_is_said_so(stack: Stack) -> None:
+    """404 in the API's shape. Planted: a body without `model` is answered by the application at /."""
+    reply = chat(stack, "none")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
+    body = {"messages": [{"role": "user", "content": "Hello"}], "model": "none", "max_tokens": 4}
+    message = httpx.post(f"{stack.url}/v1/messages", json=body, timeout=60)
+    assert (message.status_code, message.json()["error"]["type"]) == (404, "not_found_error")
+    named = stack.chat({"messages": body["messages"], "max_tokens": 4})
+    assert named.json()["model"] == LARGE[0]
+
+
+def test_none_is_answered_by_the_other(stack: Stack) -> None:
+    """16 requests to each at once, by both names and in all APIs' paths: the answer has the name of the model asked."""
+    asked = [name for _ in range(STREAMS // 2) for name in (*LARGE, *SMALL)]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        replies = list(pool.map(lambda name: chat(stack, name), asked))
+    answered = [(name, reply) for name, reply in zip(asked, replies, strict=True) if reply.status_code == 200]
+    assert sum(name in LARGE for name, _ in answered) == STREAMS
+    assert sum(name in SMALL for name, _ in answered) >= 4
+    assert all(reply.json()["model"] == (LARGE if name in LARGE else SMALL)[0] for name, reply in answered)
+
+
+def test_overload_of_one_is_not_the_others(stack: Stack) -> None:
+    """The small model has four places and no queue: beyond them it refuses, while the large one answers all."""
+    asked = ["small"] * STREAMS + ["large"] * STREAMS
+    with ThreadPoolExecutor(len(asked)) as pool:
+        replies = list(pool.map(lambda name: chat(stack, name, max_tokens=200, ignore_eos=True), asked))
+    assert {reply.status_code for reply in replies[:STREAMS]} == {200, 429}
+    assert {reply.status_code for reply in replies[STREAMS:]} == {200}
+
+
+def test_a_prefix_is_a_base_url(stack: Stack) -> None:
+    """Below its prefix a model answers whatever the length of the body, and only to its own names."""
+    url = f"{stack.url}/models/small/v1/chat/completions"
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    assert httpx.post(url, json=body, timeout=60).json()["model"] == SMALL[0]
+    assert httpx.post(url, json=body | {"model": "large"}, timeout=60).status_code == 404
