@@ -154,9 +154,10 @@ class DraftPolicy:
 
     def record(self, size: int, drafting: float, drafts: int, prompt_tokens: int, ms: float) -> None:
         """Records a step with decode rows that took `ms`. `size`: as `choose` gave it; `drafting`: share of rows that may draft."""
-        if len(self._options) == 1:
-            return
         self._step += 1
+        if len(self._options) == 1:
+            self._remember() if self._step % REVIEW_INTERVAL == 0 else None
+            return
         if prompt_tokens:
             known = self._prompts.token_ms
             self._prompts.add((size, drafts), prompt_tokens, ms)
@@ -277,6 +278,11 @@ class DraftPolicy:
         """Tokens a second of the option, if its steps take `ms`, relative to the number in force."""
         chosen, tokens = stats.chosen, self._tokens(stats.drafting)
         return tokens[option.drafts] / tokens[chosen.drafts] * (stats.ms(chosen) + stats.prompt_ms) / (ms + stats.prompt_ms)
+
+    @property
+    def tokens(self) -> list[float]:
+        """Tokens that a sequence gives on average in a step with 0, 1, ... drafts."""
+        return self._tokens(1.0)
 
     def _tokens(self, drafting: float) -> list[float]:
         """Tokens that a row gives on average with 0, 1, ... drafts, if such a share of rows may draft."""
