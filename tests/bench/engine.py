@@ -250,12 +250,14 @@ def told(args: argparse.Namespace, size: int, length: int, firsts: list[Run], wh
     against = f"  vLLM {peers[0]:.2f} ({peers[0] / step:.2f}x), SGLang {peers[1]:.2f} ({peers[1] / step:.2f}x)" if peers else ""
     seen = {"prefill": [run.seconds for run in firsts], "beside": [run.beside for run in wholes]}
     each = "  ".join(f"{name} {min(all_):.4f} s [{' '.join(f'{one:.4f}' for one in all_)}]" for name, all_ in seen.items())
-    print(f"batch {size:4} x {length}  {each}  step {step:.3f} ms  steady {steady:.3f} ms  gap {gap:.0f} ms  idle {idle:.0f} us{against}", flush=True)
+    times = f"step {step:.3f} ms  steady {steady:.3f} ms  gap {gap:.0f} ms  idle {idle:.0f} us"
+    print(f"batch {size:4} x {length}  {each}  {times}{against}", flush=True)
     batch = f"b{size}" if length == PROMPT else f"b{size}x{length}"
     prefill, decode = (f"{case(args)}-{kind}-{batch}" for kind in ("prefill", "decode"))
     return [
         (prefill, "prefill", first, "s"), (prefill, "prefill beside decode rows", beside, "s"), (decode, "step", step, "ms"),
-        (decode, "step while all decode", steady, "ms"), (decode, "longest gap of a stream", gap, "ms"), (decode, "device idle before a step", idle / 1e3, "ms"),
+        (decode, "step while all decode", steady, "ms"), (decode, "longest gap of a stream", gap, "ms"),
+        (decode, "device idle before a step", idle / 1e3, "ms"),
     ]
 
 
