@@ -164,6 +164,14 @@ def interpolate(points: Points, x: float) -> float:
     return y0 + (x - x0) * (y1 - y0) / (x1 - x0)
 
 
+def prompt_token_ms(times: StepTimes) -> float:
+    """What a prompt token adds to a step, on average; 0: not measured."""
+    if len(times.prefills) < 2:
+        return 0.0
+    (rows, ms), *_, (more_rows, more_ms) = times.prefills
+    return (more_ms - ms) / (more_rows - rows)
+
+
 def drafting_ms(times: StepTimes, sequences: int, drafts: int) -> float:
     """What a step with prompt tokens that makes so many drafts for each sequence takes beyond its rows."""
     if not (times.drafting and drafts):
@@ -219,8 +227,7 @@ class StepBudget:
         if times is None or not times.drafts:
             return len(tokens) - 1
         token_ms = min(interpolate(points, sequences) / tokens[drafts] for drafts, points in times.drafts)
-        (rows, ms), (more_rows, more_ms) = times.prefills[0], times.prefills[-1]
-        row_ms = (more_ms - ms) / max(1.0, more_rows - rows)
+        row_ms = prompt_token_ms(times)
 
         def gain(drafts: int) -> float:
             cost_ms = drafts * sequences * row_ms + drafting_ms(times, sequences, drafts)
