@@ -166,8 +166,10 @@ class DraftPolicy:
         best = int(rates.argmax())
         if not self._options[rows.chosen]:
             best = int((rates > rates[0] * (1 + MIN_GAIN)).argmax())  # the fewest that may be better: they cost least to learn from
-        rows.loss = max(0.0, rows.loss + REVIEW_INTERVAL * (rates[best] / rates[rows.chosen] - 1 - MIN_GAIN))
-        if rows.loss >= SWITCH_THRESHOLD and best != rows.chosen:
+        gain = rates[best] / rates[rows.chosen] - 1 - MIN_GAIN
+        rows.loss = max(0.0, rows.loss + REVIEW_INTERVAL * gain)
+        first = rows.steps == REVIEW_INTERVAL  # of these rows: the number was a guess
+        if gain > 0 and (first or rows.loss >= SWITCH_THRESHOLD):
             self.switches["off" if not self._options[best] else "on" if not self._options[rows.chosen] else "better"] += 1
             rows.begin(best)
 
