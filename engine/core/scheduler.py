@@ -45,11 +45,11 @@ class StepBuilder(InFlightStep, kw_only=True):
     drafts: int = 0  # behind each sequence, if one may have any
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
-    decode_rows: int = 0  # beside its chunks
+    decode_rows: int = 0  # of sequences that decode
     most: int = 0  # tokens that prompts could have in it
 
     def encode(self, sequence: Sequence, item: MediaItem) -> bool:
-        """Plan the encode of its next item; False if there is no room for it beside others."""
+        """Plan the encode of its next item; False if there is no room for it with others."""
         if self.plan.encodes and item.length > self.encoder_rows:
             return False
         self.plan.encodes.append((sequence.slot, item.first, item.length, sequence.media.encoded))
@@ -159,7 +159,7 @@ class Scheduler:
         if rows := len(step.rows):
             self._budget.decoded(took_ms, result.table[result.split(rows)[1], 2].mean())
             drafting = min(1.0, step.drafting / rows)
-            if not step.beside:
+            if not step.crowded:
                 self._draft_policy.record(step.size, drafting, step.plan.drafts, step.plan.prompt_tokens, took_ms)
 
     def load(self) -> Load:
@@ -204,8 +204,8 @@ class Scheduler:
         decodes = _decode_rows(decoding, step.drafts)
         step.most = self._budget.most_tokens(decodes)
         if step.drafts and self._filled and sum(prompt.tokens for prompt in prompts.values()) > step.most:
-            step.beside = True
-            step.drafts = min(step.drafts, self._budget.drafts_beside(decodes.rows, self._draft_policy.tokens))
+            step.crowded = True
+            step.drafts = min(step.drafts, self._budget.drafts_with_prompts(decodes.rows, self._draft_policy.tokens))
             decodes = _decode_rows(decoding, step.drafts)
         step.budget = self._budget.prompt_tokens(decodes.rows + decodes.verified)
         return dict(zip(prompts, self._budget.share(list(prompts.values()), step.budget, decodes), strict=True))
@@ -284,24 +284,29 @@ class Scheduler:
         before it in order stands before an item: so the first in order, whomever it has preempted, waits for no encodes but those
         that run, and its own.
         """
-        media, beside = sequence.media, step.decode_rows > 0
+        media = sequence.media
+        decodes = step.decode_rows > 0
         before = takewhile(lambda other: other is not sequence, self.requests.running)
-        full = beside or any(other.before_item for other in before)
+        full = decodes or any(other.before_item for other in before)
         for item in media.items[media.encoded :]:
             if item.first >= sequence.planned + size:
                 break
             if item.end > sequence.planned and (full or not step.encode(sequence, item)):
-                if not beside:
+                if not decodes:
                     self._pending.wait(sequence, self._pending.begun + bool(step.plan.encodes))
-                return 0 if beside and sequence.is_near(item) else max(0, item.first - sequence.planned)
+                if decodes and sequence.is_near(item):
+                    return 0
+                return max(0, item.first - sequence.planned)
             media.encoded += 1
         return size
 
     def _encode_ahead(self, step: StepBuilder) -> None:
-        """Beside decode rows, begin encodes for the sequences that stand before items, in order, whatever prompts are before them.
-        One plan's encodes run at a time, and with a target for steps one item, while steps keep to it."""
+        """In a step with decode rows, begin encodes for the sequences that stand before items, in order, whatever prompts are
+        before them. One plan's encodes run at a time, and with a target for steps one item, while steps keep to it."""
         begins = not (self._pending.running or self._budget.holds_encodes)
-        for sequence in self.requests.running if step.decode_rows else ():
+        if not step.decode_rows:
+            return
+        for sequence in self.requests.running:
             if not sequence.before_item or "transfer" in sequence.waits:
                 continue
             media, end = sequence.media, sequence.planned + self.config.prefill_budget
@@ -350,7 +355,7 @@ class Scheduler:
 
 def _decode_rows(decoding: list[Sequence], drafts: int) -> DecodeRows:
     """The rows of these sequences in a step with so many drafts for each, at most."""
-    verified = sum(min(drafts, sequence.drafts.planned) for sequence in decoding) if drafts else 0
+    verified = sum(min(drafts, sequence.drafts.planned) for sequence in decoding)
     return DecodeRows(len(decoding), sum(sequence.planned for sequence in decoding), verified, drafts)
 
 

@@ -1,8 +1,9 @@
 """How many prompt tokens a step computes, and of which prompts: bounded by its rows, and by its time.
 
     rows    what decode rows leave of `prefill_budget`; a quarter of it always belongs to prompts
-    time    with `tpot_target_ms`, steps beside decode rows take that long on average. What a step leaves of the target is saved,
-            what it takes beyond it is owed; prompts get what is saved, by the times that ranks measured at boot
+    time    a step with decode rows takes at most `longest_step_ms`: prompts get what it leaves of it, by the times that ranks
+            measured at boot. With `tpot_target_ms` such steps take that long on average. What a step leaves of the target is
+            saved, what it takes beyond it is owed; prompts get what is saved
 
            target - step                                       a prompt that the step finishes may borrow a target; where a chunk
     saved ---------------> [ owed ... 0 ... 1 target ] ---> chunks  is not worth a step yet (a long context must be read), time is
@@ -98,7 +99,7 @@ class StepEstimate:
         if decodes.rows:
             context_ms = times.context_ms * decodes.context
             self._rest = interpolate(times.mixed, decodes.rows) + context_ms + drafting_ms(times, decodes.rows, decodes.drafts)
-            alone = dict(times.drafts).get(decodes.drafts, times.decodes) if decodes.drafts else times.decodes
+            alone = {**dict(times.drafts), 0: times.decodes}.get(decodes.drafts, times.decodes)
             self.decode_ms = slowed * (interpolate(alone, decodes.rows) + context_ms)
 
     @property
@@ -207,7 +208,7 @@ class StepBudget:
         self._late_ms, self._decoded = 0.0, 0  # of steps with decode rows, against the target; how many since an encode began
 
     def prompt_tokens(self, decode_rows: int) -> int:
-        """Prompt tokens that a step may have beside `decode_rows`."""
+        """Prompt tokens that a step may have with `decode_rows`."""
         return max(self._rows - decode_rows, self._rows // 4, 1)
 
     @property
@@ -220,7 +221,7 @@ class StepBudget:
         """What a step may take beyond the target, if others have saved it: the target once more, but not beyond the longest."""
         return min(MAX_CREDIT * self._target_ms, self._longest_ms - self._target_ms) if self._token_ms else 0.0
 
-    def drafts_beside(self, sequences: int, tokens: Sequence[float]) -> int:
+    def drafts_with_prompts(self, sequences: int, tokens: Sequence[float]) -> int:
         """The drafts for each of so many sequences in steps that prompts fill, by the tokens that 0, 1, ... of them give: 0, unless
         what they save is worth PROMPTS_WAIT times what their rows, whose places prompts lose, and making them take."""
         times = self._times
@@ -236,7 +237,7 @@ class StepBudget:
         return max((drafts for drafts, _ in times.drafts), key=gain)
 
     def most_tokens(self, decodes: DecodeRows) -> int:
-        """The most tokens of new prompts that a step can have beside these rows."""
+        """The most tokens of new prompts that a step can have with these rows."""
         self._decodes = decodes
         most = self.prompt_tokens(decodes.rows + decodes.verified)
         return min(most, self._estimate().fitting(0, self._may_take_ms)) if self._has_target else most

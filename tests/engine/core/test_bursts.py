@@ -15,7 +15,7 @@ SIZES = (32, 64, 100)
 
 
 def with_drafts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepBudget, "drafts_beside", lambda self, sequences, tokens: len(tokens) - 1)
+    monkeypatch.setattr(StepBudget, "drafts_with_prompts", lambda self, sequences, tokens: len(tokens) - 1)
 
 
 def told(name: str, found: list[Burst]) -> None:
