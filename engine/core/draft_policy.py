@@ -34,7 +34,7 @@ MIN_GAIN = 0.01  # what another number must gain to count
 DISCOUNT = 0.9  # of what drafts promise before any was verified
 
 
-class Rows:
+class RowTimes:
     """Steps of one number of rows. All lists are by option.
 
     expected  ms of a step, by the times at boot;   ms  of steps without and with prompt tokens, but for these; 0: not measured
@@ -97,7 +97,7 @@ class DraftPolicy:
         self._options, self._sizes = options, sizes
         self._times = times or [((1, 1.0),)] * len(options)
         self._token_ms = token_ms
-        self._by_rows: dict[int, Rows] = {}
+        self._by_rows: dict[int, RowTimes] = {}
         self.drafts = self._options[len(self._options) // 2]  # of the last step
         self.switches = dict.fromkeys(("better", "off", "on") if len(self._options) > 1 else (), 0)  # by cause
         most = self._options[-1] + 1
@@ -146,7 +146,7 @@ class DraftPolicy:
         if rows.steps % REVIEW_INTERVAL == 0 and rows.measured:
             self._review(rows)
 
-    def _rows(self, size: int) -> Rows:
+    def _rows(self, size: int) -> RowTimes:
         """Returns the steps of so many rows. Before any were measured the number in force is the best by the times at boot."""
         rows = self._by_rows.get(size)
         if rows is None or rows.steps < MEASURED:
@@ -157,10 +157,10 @@ class DraftPolicy:
                 rates[1:] *= DISCOUNT
             best = int(rates.argmax())
             if rows is None or rows.chosen != best:
-                rows = self._by_rows[size] = Rows(expected, best)
+                rows = self._by_rows[size] = RowTimes(expected, best)
         return rows
 
-    def _review(self, rows: Rows) -> None:
+    def _review(self, rows: RowTimes) -> None:
         """Give way to a better number."""
         rates = self._rates(rows.drafting, rows.times())
         best = int(rates.argmax())

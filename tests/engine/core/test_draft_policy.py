@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.core import draft_policy
-from engine.core.draft_policy import DraftPolicy, Rows
+from engine.core.draft_policy import DraftPolicy, RowTimes
 from tests.support.engine.drafting_world import (
     MEASURED,
     OPTIONS,
@@ -104,7 +104,7 @@ def test_dear_numbers_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def crowd(requests: int = 400, slots: int = 100, budget: int = 2048) -> list[tuple[int, int]]:
-    """Rows and prompt tokens of each step of a benchmark's mixed load: prompts and replies of 1 to 1024 tokens, all at once."""
+    """RowTimes and prompt tokens of each step of a benchmark's mixed load: prompts and replies of 1 to 1024 tokens, all at once."""
     draw, running, steps = random.Random(0), list[int](), list[tuple[int, int]]()
     waiting = [(draw.randint(1, 1024), draw.randint(1, 1024)) for _ in range(requests)]
     while waiting or running:
@@ -154,7 +154,7 @@ def test_it_does_not_oscillate(monkeypatch: pytest.MonkeyPatch, period: int) -> 
 
 
 def test_nothing_is_lost_where_two_sizes_meet() -> None:
-    """Rows that alternate between two sizes from step to step: the number does not, and nothing is drafted for the waste-basket."""
+    """RowTimes that alternate between two sizes from step to step: the number does not, and nothing is drafted for the waste-basket."""
     traffic = Traffic(lambda step: 32 + step % 2, lambda sequence, step: 0.7, steps=4000)
     assert relative(dense, traffic) > 0.97
     assert changes(auto(dense, traffic)) < 60
@@ -196,8 +196,8 @@ def test_beside_prompts(load: str, beside_ms: float, chance: float) -> None:
 
 def test_prompts_that_are_not_told_apart_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: one time for steps with prompt tokens and those without."""
-    add = Rows.add
-    monkeypatch.setattr(Rows, "add", lambda self, ms, prompt_ms: add(self, ms - prompt_ms, 0.0))
+    add = RowTimes.add
+    monkeypatch.setattr(RowTimes, "add", lambda self, ms, prompt_ms: add(self, ms - prompt_ms, 0.0))
     assert min(relative(small, mixed(load, 6.0, 0.3)) for load in ("agents", "seldom")) < 0.93
 
 
