@@ -104,7 +104,7 @@ def test_dear_numbers_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def crowd(requests: int = 400, slots: int = 100, budget: int = 2048) -> list[tuple[int, int]]:
-    """RowTimes and prompt tokens of each step of a benchmark's mixed load: prompts and replies of 1 to 1024 tokens, all at once."""
+    """Rows and prompt tokens of each step of a benchmark's mixed load: prompts and replies of 1 to 1024 tokens, all at once."""
     draw, running, steps = random.Random(0), list[int](), list[tuple[int, int]]()
     waiting = [(draw.randint(1, 1024), draw.randint(1, 1024)) for _ in range(requests)]
     while waiting or running:
@@ -154,7 +154,7 @@ def test_it_does_not_oscillate(monkeypatch: pytest.MonkeyPatch, period: int) -> 
 
 
 def test_nothing_is_lost_where_two_sizes_meet() -> None:
-    """RowTimes that alternate between two sizes from step to step: the number does not, and nothing is drafted for the waste-basket."""
+    """Rows that alternate between two sizes from step to step: the number does not, and nothing is drafted for the waste-basket."""
     traffic = Traffic(lambda step: 32 + step % 2, lambda sequence, step: 0.7, steps=4000)
     assert relative(dense, traffic) > 0.97
     assert changes(auto(dense, traffic)) < 60
