@@ -44,7 +44,8 @@ class Mtp(FrozenStruct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     """the drafter, as `model` (Google's: its name and -assistant)"""
     drafts: Literal["auto"] | Annotated[int, Meta(ge=0, le=8)] = "auto"
-    """draft tokens for each sequence and step; auto: the fastest number, by measured step times and acceptance; 0: none"""
+    """most draft tokens for each sequence and step: fewer, or none, while prompts fill the steps; auto: the fastest number, by
+    measured step times and acceptance; 0: none"""
 
 
 class KvEvents(FrozenStruct, kw_only=True, forbid_unknown_fields=True):
