@@ -115,7 +115,9 @@ class Group:
             logger.warning("self-check: %s", sentence)
         core = self.children[self.config.tp]
         measured = [message.step_times for message in ready if message.step_times is not None]
-        core.send(RanksReady(slowest(measured) if measured else None))
+        times = slowest(measured) if measured else None
+        logger.info("steps were measured as %s", times)
+        core.send(RanksReady(times))
         ready += handshake.gather([core], Ready)
         for child, message in zip(self.children, ready, strict=True):
             logger.info("%s ready (pid %d) %s", child.name, child.process.pid, message.note)

@@ -309,8 +309,8 @@ ENGINE: tuple[Metric, ...] = (
     Metric("quartet_drafts", "Drafts behind each sequence that the last step was planned with.", "load.drafts"),
     Metric(
         "quartet_draft_switches_total",
-        "Changes of the number of drafts at a number of rows, by cause: trial (of another for some steps), better (another takes"
-        " fewer seconds a token), off (none is better), on (some are again).",
+        "Changes of the number of drafts at a number of rows, by cause: better (another takes fewer seconds a token), off"
+        " (none is better), on (some may be better).",
         "draft_switches.count",
         "cause",
     ),

@@ -32,6 +32,8 @@ AttentionName = Literal[*BACKENDS]  # type: ignore[valid-type]  # the registry's
 Duration = Annotated[float, Meta(gt=0)]
 
 MAX_SEQS = 4096
+LONGEST_STEP_MS = 300.0  # on a GPU: 8192 prompt tokens of a 26B take 0.12 s of one H200, 6000 of a 31B 0.3 s of two
+LEAST_MEASURED = 16  # tokens of a sequence with which steps can be measured
 AUTO_DRAFTS = (0, 1, 2, 3, 5, 7)  # graphs are captured for each; those between would gain some two percent
 VERIFY_ROWS = 128  # queries x heads of a KV head that a GPU verifies at once
 
@@ -42,7 +44,8 @@ class Mtp(FrozenStruct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     """the drafter, as `model` (Google's: its name and -assistant)"""
     drafts: Literal["auto"] | Annotated[int, Meta(ge=0, le=8)] = "auto"
-    """draft tokens for each sequence and step; auto: the fastest number, by measured step times and acceptance; 0: none"""
+    """most draft tokens for each sequence and step: fewer, or none, while prompts fill the steps; auto: the fastest number, by
+    measured step times and acceptance; 0: none"""
 
 
 class KvEvents(FrozenStruct, kw_only=True, forbid_unknown_fields=True):
@@ -70,8 +73,12 @@ class EngineSettings(FrozenStruct, kw_only=True):
     """sequences running at once"""
     max_len: Annotated[int, Meta(ge=2)] = 2048
     """tokens of one sequence, prompt and output"""
-    prefill_budget: Annotated[int, Meta(ge=1)] = 512
+    prefill_budget: Annotated[int, Meta(ge=1)] = 2048
     """most rows of a step that computes prompt tokens, decode rows included; a quarter is kept for prompts"""
+    longest_step_ms: Duration | None = None
+    """longest step in ms while some sequences decode, which is the longest gap between their tokens: prompts get as many tokens as
+    the device computes in that time, by step times measured at boot and since, but a fifth of the time at least; none: 300 on a
+    GPU, no limit on a CPU"""
     language_model_only: bool = False
     """leave out encoders of pictures and sound: their memory goes to the KV cache"""
     encoder_host_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
@@ -153,7 +160,19 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dic
         """How many drafts a step may have behind each sequence, ascending; the core chooses."""
         if self.mtp.model is None:
             return (0,)
-        return AUTO_DRAFTS if self.mtp.drafts == "auto" else (self.mtp.drafts,)
+        return AUTO_DRAFTS if self.mtp.drafts == "auto" else tuple(sorted({0, self.mtp.drafts}))
+
+    @property
+    def step_limit_ms(self) -> float | None:
+        """`longest_step_ms`, or its default."""
+        if self.longest_step_ms is None and self.device == "cuda":
+            return LONGEST_STEP_MS
+        return self.longest_step_ms
+
+    @property
+    def measures_steps(self) -> bool:
+        """Ranks measure at boot what their steps take: a limit or a target needs it."""
+        return self.max_len >= LEAST_MEASURED and not (self.step_limit_ms is None and self.tpot_target_ms is None)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -184,8 +203,7 @@ def engine_config(**settings: object) -> EngineConfig:
 
 def _check_model(config: EngineConfig) -> None:
     geometry = config.geometry
-    if config.tpot_target_ms is not None and config.max_len < 16:
-        raise ConfigError(f"tpot_target_ms needs a max_len of at least 16 to measure steps by, not {config.max_len}")
+    _check_limits(config)
     if config.max_len > geometry.max_position:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
     if config.kv_dtype not in ("auto", "fp8", config.dtype):
@@ -211,6 +229,12 @@ def _check_model(config: EngineConfig) -> None:
         least = group.worst_pages(config.max_len if group.window else 1) + 1
         if pages < least:
             raise ConfigError(f"pages: the {group.name} group needs at least {least} pages (null page included), not {pages}")
+
+
+def _check_limits(config: EngineConfig) -> None:
+    for name in ("tpot_target_ms", "longest_step_ms"):
+        if getattr(config, name) is not None and config.max_len < LEAST_MEASURED:
+            raise ConfigError(f"{name} needs a max_len of at least {LEAST_MEASURED} to measure steps by, not {config.max_len}")
 
 
 def _check_drafts(config: EngineConfig, heads: int) -> None:

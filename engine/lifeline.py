@@ -94,7 +94,8 @@ class StepTimes(FrozenStruct):
     context_ms  what a token of context adds to a step of decode rows
     read_ms     what a token of context adds to a chunk's step;   attend_ms  to each token of the chunk
     tile        rows of a tile in large matrix products: with prompt tokens, part of a tile costs as much as the whole
-    drafts      as decodes, by sequences, for each number of drafts that a step may have; none if there is one number alone
+    drafts      each number of drafts that a step may have, and its steps as in decodes, by sequences; none if there is one alone
+    drafting    what a step with prompt tokens and the most drafts costs more than its rows, by sequences
     """
 
     decodes: Points
@@ -104,7 +105,8 @@ class StepTimes(FrozenStruct):
     read_ms: float
     attend_ms: float
     tile: int
-    drafts: tuple[Points, ...] = ()
+    drafts: tuple[tuple[int, Points], ...] = ()
+    drafting: Points = ()
 
 
 def slowest(measured: Sequence[StepTimes]) -> StepTimes:

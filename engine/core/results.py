@@ -33,6 +33,7 @@ class InFlightStep(msgspec.Struct):
     rows      each decode row's sequence, its admission number when it was planned, and its width
     size      as in DraftPolicy.choose;   drafting  its sequences that may draft
     expected  its expected time, if a target bounds the step
+    crowded   prompts fill it, so its drafts are few
     waiting   sequences that have no chunk in it, or a shorter one, because they wait for transfers
     """
 
@@ -42,6 +43,7 @@ class InFlightStep(msgspec.Struct):
     size: int = 0
     drafting: int = 0
     expected: Expected | None = None
+    crowded: bool = False
     waiting: int = 0
 
     @property

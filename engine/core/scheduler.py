@@ -24,15 +24,17 @@ from engine.core.draft_policy import DraftPolicy
 from engine.core.requests import Requests
 from engine.core.results import ChunkRow, InFlightStep, Results
 from engine.core.sequence import Sequence
-from engine.core.step_budget import POLICIES, DecodeRows, Prompt, StepBudget
+from engine.core.step_budget import POLICIES, DecodeRows, Prompt, StepBudget, prompt_token_ms
 from engine.geometry import KVGroup
 from engine.kv_events import CacheEvents
 from engine.lifeline import StepTimes
 from engine.media_geometry import MediaGeometries
 from engine.memory import ENCODER_ROWS, longest_sequence
 from engine.plan import MAX_SCORED, ROW_MASKED, StepPlan, StepResult
-from engine.protocol import DraftSwitches, Load, PoolLoad
+from engine.protocol import DraftSwitches, Load, MediaItem, PoolLoad
 from engine.step_shapes import buckets
+
+NOT_MEASURED = StepTimes((), (), (), 0.0, 0.0, 0.0, 1)
 
 
 class StepBuilder(InFlightStep, kw_only=True):
@@ -43,7 +45,17 @@ class StepBuilder(InFlightStep, kw_only=True):
     drafts: int = 0  # behind each sequence, if one may have any
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
-    decode_rows: int = 0  # beside its chunks
+    decode_rows: int = 0  # of sequences that decode
+    most: int = 0  # tokens that prompts could have in it
+
+    def encode(self, sequence: Sequence, item: MediaItem) -> bool:
+        """Plan the encode of its next item; False if there is no room for it with others."""
+        if self.plan.encodes and item.length > self.encoder_rows:
+            return False
+        self.plan.encodes.append((sequence.slot, item.first, item.length, sequence.media.encoded))
+        self.plan.media.append(item)
+        self.encoder_rows -= item.length
+        return True
 
 
 class Scheduler:
@@ -51,7 +63,7 @@ class Scheduler:
     order.
 
     pages         of each group, its null page included
-    times         what steps take: `config.tpot_target_ms` needs it, and a choice of drafts
+    times         what steps take: limits of their time need it, and a choice of drafts
     encoders      as of `Requests`
     cache_events  of the prefix cache, if a setting asks for them
     """
@@ -70,11 +82,15 @@ class Scheduler:
         self.allocator = Allocator(groups, pages, caches=config.prefix_cache, events=self.cache_events)
         self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest_sequence(groups, pages), encoders)
         self._pending = self.requests.pending
-        self._draft_policy = DraftPolicy(config.drafts, buckets(config.max_seqs), times.drafts if times else ())
+        numbers = config.drafts if config.mtp.drafts == "auto" else config.drafts[-1:]
+        measured = times or NOT_MEASURED
+        known = [points for drafts, points in measured.drafts if drafts in numbers]
+        self._draft_policy = DraftPolicy(numbers, buckets(config.max_seqs), known, prompt_token_ms(measured))
         self._results = Results(self.requests, self._draft_policy)
         policy = POLICIES[config.policy]
         self._admissions = Admissions(self.requests, policy, config.prefill_budget)
-        self._budget = StepBudget(policy, config.prefill_budget, times, config.tpot_target_ms)
+        self._budget = StepBudget(policy, config.prefill_budget, times, config.step_limit_ms, config.tpot_target_ms)
+        self._filled = False  # prompts took what the last step had for them
         self._plan = StepPlan(1)  # the next one: pages may change without one that is sent
 
     @property
@@ -108,6 +124,7 @@ class Scheduler:
             self._admit(step, shares)
             self._spend(step, sum(shares.values()))
             self._run_any(step)
+        self._encode_ahead(step)
         _add_chunks(step)
         if not (plan.chunks or plan.rows or plan.admissions or plan.encodes):
             if not self._pending.waiting or self.in_flight:
@@ -120,8 +137,11 @@ class Scheduler:
             self._budget.encodes()
         plan.drafts = step.drafts if step.drafting else 0
         step.waiting = self._pending.waiting
+        self._filled = False
         if shares:
-            step.expected = self._budget.planned(_chunks(step))
+            chunks = _chunks(step)
+            step.expected = self._budget.planned(chunks)
+            self._filled = 2 * sum(chunk.tokens for chunk in chunks) >= step.most
         self._plan = StepPlan(plan.step + 1)
         self._results.in_flight.append(step)
         return plan
@@ -139,7 +159,8 @@ class Scheduler:
         if rows := len(step.rows):
             self._budget.decoded(took_ms, result.table[result.split(rows)[1], 2].mean())
             drafting = min(1.0, step.drafting / rows)
-            self._draft_policy.record(step.size, drafting, step.plan.drafts, step.plan.prompt_tokens, took_ms)
+            if not step.crowded:
+                self._draft_policy.record(step.size, drafting, step.plan.drafts, step.plan.prompt_tokens, took_ms)
 
     def load(self) -> Load:
         """The figures for the front's admission and for metrics."""
@@ -178,10 +199,15 @@ class Scheduler:
             step.drafts, step.size = self._draft_policy.choose(len(self.requests.running))
             return {}
         decoding = [sequence for sequence in self.requests.running if sequence.decodable]
-        decodes = DecodeRows(len(decoding), sum(sequence.planned for sequence in decoding))
-        step.decode_rows = decodes.rows
-        step.drafts, step.size = self._draft_policy.choose(decodes.rows)
-        step.budget = self._budget.prompt_tokens(decodes.rows * (1 + step.drafts))
+        step.decode_rows = len(decoding)
+        step.drafts, step.size = self._draft_policy.choose(step.decode_rows)
+        decodes = _decode_rows(decoding, step.drafts)
+        step.most = self._budget.most_tokens(decodes)
+        if step.drafts and self._filled and sum(prompt.tokens for prompt in prompts.values()) > step.most:
+            step.crowded = True
+            step.drafts = min(step.drafts, self._budget.drafts_with_prompts(decodes.rows, self._draft_policy.tokens))
+            decodes = _decode_rows(decoding, step.drafts)
+        step.budget = self._budget.prompt_tokens(decodes.rows + decodes.verified)
         return dict(zip(prompts, self._budget.share(list(prompts.values()), step.budget, decodes), strict=True))
 
     def _prompts(self) -> dict[Sequence, Prompt]:
@@ -253,33 +279,45 @@ class Scheduler:
     def _encode(self, sequence: Sequence, size: int, step: StepBuilder) -> int:
         """Plan the encodes of the media items in its next `size` positions; returns how many of these can be computed now.
 
-        Beside decode rows one plan's encodes run at a time, and none of their positions is computed before they have ended, nor
-        text that is close before them: it would take a step of its own. None begins behind a sequence that stands before an item:
-        so the first in order, whomever it has preempted, waits for no encodes but those that run, and its own. With a target for
-        steps one item at a time, while steps keep to it.
+        In a step with decode rows none begins here (`_encode_ahead`), and no position of an item is computed before it is encoded,
+        nor text that is close before it: that would take a step of its own. In other steps none begins for a sequence while one
+        before it in order stands before an item: so the first in order, whomever it has preempted, waits for no encodes but those
+        that run, and its own.
         """
-        beside, awaited = step.decode_rows > 0, None
+        media = sequence.media
+        decodes = step.decode_rows > 0
         before = takewhile(lambda other: other is not sequence, self.requests.running)
-        busy = beside and (self._pending.running or self._budget.holds_encodes)
-        busy = busy or any(other.before_item for other in before)
-        singly = beside and self.config.tpot_target_ms is not None
-        for item in sequence.media.items[sequence.media.encoded :]:
+        full = decodes or any(other.before_item for other in before)
+        for item in media.items[media.encoded :]:
             if item.first >= sequence.planned + size:
                 break
-            if item.end > sequence.planned:
-                full = busy or (step.plan.encodes and (singly or item.length > step.encoder_rows))
-                if full or beside:
-                    awaited = awaited or item
-                if full:
+            if item.end > sequence.planned and (full or not step.encode(sequence, item)):
+                if not decodes:
+                    self._pending.wait(sequence, self._pending.begun + bool(step.plan.encodes))
+                if decodes and sequence.is_near(item):
+                    return 0
+                return max(0, item.first - sequence.planned)
+            media.encoded += 1
+        return size
+
+    def _encode_ahead(self, step: StepBuilder) -> None:
+        """In a step with decode rows, begin encodes for the sequences that stand before items, in order, whatever prompts are
+        before them. One plan's encodes run at a time, and with a target for steps one item, while steps keep to it."""
+        begins = not (self._pending.running or self._budget.holds_encodes)
+        if not step.decode_rows:
+            return
+        for sequence in self.requests.running:
+            if not sequence.before_item or "transfer" in sequence.waits:
+                continue
+            media, end = sequence.media, sequence.planned + self.config.prefill_budget
+            for item in media.items[media.encoded :]:
+                if not begins or item.first >= end:
                     break
-                step.plan.encodes.append((sequence.slot, item.first, item.length, sequence.media.encoded))
-                step.plan.media.append(item)
-                step.encoder_rows -= item.length
-            sequence.media.encoded += 1
-        if awaited is None:
-            return size
-        self._pending.wait(sequence, self._pending.begun + bool(step.plan.encodes))
-        return 0 if beside and sequence.is_near(awaited) else max(0, awaited.first - sequence.planned)
+                begins = item.end <= sequence.planned or step.encode(sequence, item)
+                if begins:
+                    media.encoded += 1
+                    begins = self.config.tpot_target_ms is None or not step.plan.encodes
+            self._pending.wait(sequence, self._pending.begun + bool(step.plan.encodes))
 
     def _admit(self, step: StepBuilder, shares: dict[Sequence, int]) -> None:
         """Admit from the queue, with shares of the budget. Nobody is preempted for it: the others have rows in this plan."""
@@ -313,6 +351,12 @@ class Scheduler:
                 return False
             self.requests.preempt(youngest)
         return True
+
+
+def _decode_rows(decoding: list[Sequence], drafts: int) -> DecodeRows:
+    """The rows of these sequences in a step with so many drafts for each, at most."""
+    verified = sum(min(drafts, sequence.drafts.planned) for sequence in decoding)
+    return DecodeRows(len(decoding), sum(sequence.planned for sequence in decoding), verified, drafts)
 
 
 def _note_drafts(sequence: Sequence, step: StepBuilder) -> None:

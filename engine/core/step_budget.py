@@ -1,8 +1,9 @@
 """How many prompt tokens a step computes, and of which prompts: bounded by its rows, and by its time.
 
     rows    what decode rows leave of `prefill_budget`; a quarter of it always belongs to prompts
-    time    with `tpot_target_ms`, steps beside decode rows take that long on average. What a step leaves of the target is saved,
-            what it takes beyond it is owed; prompts get what is saved, by the times that ranks measured at boot
+    time    a step with decode rows takes at most `longest_step_ms`: prompts get what it leaves of it, by the times that ranks
+            measured at boot. With `tpot_target_ms` such steps take that long on average. What a step leaves of the target is
+            saved, what it takes beyond it is owed; prompts get what is saved
 
            target - step                                       a prompt that the step finishes may borrow a target; where a chunk
     saved ---------------> [ owed ... 0 ... 1 target ] ---> chunks  is not worth a step yet (a long context must be read), time is
@@ -23,8 +24,9 @@ The order in which prompts share a step, and how often a request may be overtake
 Precedence is by `priority` (lower first, as in vLLM), then by arrival; preemption goes in the reverse order.
 """
 
+import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from engine.lifeline import Points, StepTimes
@@ -35,6 +37,7 @@ MIN_CHUNK_DIVISOR = 32  # a chunk below this fraction (1/32) of the budget is no
 PROMPT_TIME_SHARE = 0.2  # part of the time that belongs to prompts, whatever the target
 MAX_CREDIT = 1.0  # of the target: what a prompt may borrow to be finished; and what is saved at most, but for a chunk
 MOST_DECODED = 128  # steps with decode rows that an encode waits for at most
+PROMPTS_WAIT = 2.0  # what a ms of a step that prompts fill costs: those who decode wait, and those whose prompts it delays
 AVERAGED_STEPS = 20  # steps over which `slowed` averages
 MOST_SLOWED = 4.0  # bound of a step's time relative to the expected one: a single pause is no trend
 
@@ -69,6 +72,16 @@ class Policy(NamedTuple):
 POLICIES = {"fair": Policy(True, overtaking=64, long=2), "arrival": Policy(False, overtaking=0, long=1 << 30)}
 
 
+class DecodeRows(NamedTuple):
+    """Decode rows of a step: how many sequences, and the tokens of their contexts in total. verified: drafts in these rows, in
+    total;   drafts: how many the step makes for each."""
+
+    rows: int = 0
+    context: int = 0
+    verified: int = 0
+    drafts: int = 0
+
+
 class StepEstimate:
     """How long a step takes, while prompts are added to it.
 
@@ -76,14 +89,18 @@ class StepEstimate:
     of its tokens attends to it.
     """
 
-    def __init__(self, times: StepTimes, decodes: int, context: int, slowed: float = 1.0) -> None:
-        """`decodes` decode rows, with `context` tokens of context in total. `slowed`: what steps take relative to `times`."""
+    def __init__(self, times: StepTimes, decodes: DecodeRows, slowed: float = 1.0) -> None:
+        """`slowed`: what steps take relative to `times`."""
         self._times = times
-        self._rows = decodes
+        self._rows = decodes.rows + decodes.verified
         self._chunks = 0
         self._slowed = slowed
-        self._rest = interpolate(times.mixed, decodes) + times.context_ms * context if decodes else 0.0
-        self.decode_ms = slowed * (interpolate(times.decodes, decodes) + times.context_ms * context) if decodes else 0.0
+        self._rest, self.decode_ms = 0.0, 0.0
+        if decodes.rows:
+            context_ms = times.context_ms * decodes.context
+            self._rest = interpolate(times.mixed, decodes.rows) + context_ms + drafting_ms(times, decodes.rows, decodes.drafts)
+            alone = {**dict(times.drafts), 0: times.decodes}.get(decodes.drafts, times.decodes)
+            self.decode_ms = slowed * (interpolate(alone, decodes.rows) + context_ms)
 
     @property
     def ms(self) -> float:
@@ -148,11 +165,19 @@ def interpolate(points: Points, x: float) -> float:
     return y0 + (x - x0) * (y1 - y0) / (x1 - x0)
 
 
-class DecodeRows(NamedTuple):
-    """Decode rows of a step: how many, and the tokens of their contexts in total."""
+def prompt_token_ms(times: StepTimes) -> float:
+    """What a prompt token adds to a step, on average; 0: not measured."""
+    if len(times.prefills) < 2:
+        return 0.0
+    (rows, ms), *_, (more_rows, more_ms) = times.prefills
+    return (more_ms - ms) / (more_rows - rows)
 
-    rows: int = 0
-    context: int = 0
+
+def drafting_ms(times: StepTimes, sequences: int, drafts: int) -> float:
+    """What a step with prompt tokens that makes so many drafts for each sequence takes beyond its rows."""
+    if not (times.drafting and drafts):
+        return 0.0
+    return interpolate(times.drafting, sequences) * drafts / times.drafts[-1][0]
 
 
 class Expected(NamedTuple):
@@ -164,12 +189,16 @@ class Expected(NamedTuple):
 
 
 class StepBudget:
-    """`rows`: of a step with prompt tokens, decode rows included; `target_ms`: mean time of a token of a decode row, by
-    `times`. None: only rows bound a step."""
+    """`rows`: of a step with prompt tokens, decode rows included; `longest_ms`: of a step with decode rows; `target_ms`: mean time
+    of a token of a decode row. Both hold by `times`; without any, only rows bound a step."""
 
-    def __init__(self, policy: Policy, rows: int, times: StepTimes | None, target_ms: float | None) -> None:
+    def __init__(
+        self, policy: Policy, rows: int, times: StepTimes | None, longest_ms: float | None, target_ms: float | None
+    ) -> None:
         self._policy, self._rows = policy, rows
-        self._times, self._token_ms = times, target_ms or 0.0
+        self._times = times if times is not None and times.prefills else None
+        self._longest_ms = longest_ms or math.inf
+        self._token_ms = target_ms or 0.0
         self._tokens = 1.0  # that a decode row gives in a step, on average
         self._passed, self._passed_ms = 0, 0.0  # steps since the oldest prompt had tokens in one, and their prompts' time
         self._slowed = 1.0  # what steps take relative to the times measured at boot
@@ -179,13 +208,39 @@ class StepBudget:
         self._late_ms, self._decoded = 0.0, 0  # of steps with decode rows, against the target; how many since an encode began
 
     def prompt_tokens(self, decode_rows: int) -> int:
-        """Prompt tokens that a step may have beside `decode_rows`."""
+        """Prompt tokens that a step may have with `decode_rows`."""
         return max(self._rows - decode_rows, self._rows // 4, 1)
 
     @property
     def _target_ms(self) -> float:
-        """Mean milliseconds of the steps with decode rows with which their tokens take the target."""
-        return self._token_ms * self._tokens
+        """Mean milliseconds of the steps with decode rows with which their tokens take the target; the longest step's, if fewer."""
+        return min(self._longest_ms, self._token_ms * self._tokens or math.inf)
+
+    @property
+    def _credit_ms(self) -> float:
+        """What a step may take beyond the target, if others have saved it: the target once more, but not beyond the longest."""
+        return min(MAX_CREDIT * self._target_ms, self._longest_ms - self._target_ms) if self._token_ms else 0.0
+
+    def drafts_with_prompts(self, sequences: int, tokens: Sequence[float]) -> int:
+        """The drafts for each of so many sequences in steps that prompts fill, by the tokens that 0, 1, ... of them give: 0, unless
+        what they save is worth PROMPTS_WAIT times what their rows, whose places prompts lose, and making them take."""
+        times = self._times
+        if times is None or not times.drafts:
+            return len(tokens) - 1
+        token_ms = min(interpolate(points, sequences) / tokens[drafts] for drafts, points in times.drafts)
+        row_ms = prompt_token_ms(times)
+
+        def gain(drafts: int) -> float:
+            cost_ms = drafts * sequences * row_ms + drafting_ms(times, sequences, drafts)
+            return (tokens[drafts] - 1) * token_ms - PROMPTS_WAIT * cost_ms
+
+        return max((drafts for drafts, _ in times.drafts), key=gain)
+
+    def most_tokens(self, decodes: DecodeRows) -> int:
+        """The most tokens of new prompts that a step can have with these rows."""
+        self._decodes = decodes
+        most = self.prompt_tokens(decodes.rows + decodes.verified)
+        return min(most, self._estimate().fitting(0, self._may_take_ms)) if self._has_target else most
 
     @property
     def holds_encodes(self) -> bool:
@@ -203,7 +258,7 @@ class StepBudget:
     def decoded(self, milliseconds: float, tokens: float) -> None:
         """Notes a step whose decode rows gave so many tokens each, which ended `milliseconds` after the one before it."""
         self._tokens += (tokens - self._tokens) / AVERAGED_STEPS
-        if self._target_ms:
+        if self._token_ms:
             self._decoded += 1
             self._late_ms = max(-self._target_ms, self._late_ms + milliseconds - self._target_ms)
 
@@ -212,7 +267,8 @@ class StepBudget:
         self._passed = 0
         self._passed_ms = 0.0
         self._saving = False
-        self._save(PROMPT_TIME_SHARE * self._target_ms)
+        if self._token_ms:
+            self._save(PROMPT_TIME_SHARE * self._target_ms)
 
     def share(self, prompts: list[Prompt], most: int, decodes: DecodeRows) -> list[int]:
         """Tokens of each prompt in the next step, `most` in total, beside these decode rows; prompts as in `Policy.order`.
@@ -255,10 +311,12 @@ class StepBudget:
         self._save(may_take_ms - milliseconds - (expected.may_take_ms - expected.step_ms))
 
     def _save(self, milliseconds: float) -> None:
-        """Add to what is saved, or take from it. More than a target is saved for a chunk only."""
-        most = max(self._saved_ms, MAX_CREDIT * self._target_ms)
+        """Add to what is saved, or take from it. More than the credit is saved for a chunk only. Without a target nothing is
+        owed."""
         saved_ms = self._saved_ms + milliseconds
-        self._saved_ms = saved_ms if self._saving else min(saved_ms, most)
+        if not self._saving:
+            saved_ms = min(saved_ms, max(self._saved_ms, self._credit_ms))
+        self._saved_ms = saved_ms if self._token_ms else max(0.0, saved_ms)
 
     def _oldest_first(self, oldest: Prompt, most: int) -> bool:
         """Whether the oldest prompt comes first: others have had three times the time of its next chunk."""
@@ -273,7 +331,7 @@ class StepBudget:
         """The first prompt in order gets enough for a step, and others what is left. Otherwise time is saved for it; meanwhile
         prompts that the step finishes are served, unless they have passed it too often."""
         first, may_take_ms = order[0], self._may_take_ms
-        whole_ms = may_take_ms + MAX_CREDIT * self._target_ms
+        whole_ms = may_take_ms + self._credit_ms
         tokens = shares(prompts, order, most, self._estimate(), may_take_ms, whole_ms)
         self._saving = tokens[first] < self._enough(prompts[first], most)
         if not self._saving:
@@ -293,7 +351,7 @@ class StepBudget:
     @property
     def _has_target(self) -> bool:
         """Whether a target bounds the step: without decode rows nothing streams."""
-        return bool(self._times is not None and self._target_ms and self._decodes.rows)
+        return self._times is not None and self._decodes.rows > 0 and self._target_ms < math.inf
 
     def _mean_ms(self, decode_ms: float) -> float:
         """Milliseconds that a step may take on average, whose decode rows alone take `decode_ms`."""
@@ -306,7 +364,7 @@ class StepBudget:
 
     def _estimate(self, chunks: Iterable[Prompt] = ()) -> StepEstimate:
         assert self._times is not None
-        time = StepEstimate(self._times, *self._decodes, self._slowed)
+        time = StepEstimate(self._times, self._decodes, self._slowed)
         for chunk in chunks:
             time.add(*chunk)
         return time

@@ -30,22 +30,27 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     """Measure the step times of a runner that has run no plan; it is left as it was. Every rank of the group must call it.
 
     At most two seconds for 31B on four H200, estimated from its step times: forty steps of decode rows, sixty with prompts. With
-    several numbers of drafts, 200 steps more; without a `tpot_target_ms`, those alone.
+    several numbers of drafts 200 steps more. A CPU that holds no limit measures those alone.
     """
     probe, tile = _Probe(runner, vocab, SERIES[config.device]), TILE if config.device == "cuda" else 1
-    drafts: tuple[Points, ...] = ()
-    if len(config.drafts) > 1 and config.max_len > probe.steps * config.widest:
+    drafts: tuple[tuple[int, Points], ...] = ()
+    drafting: Points = ()
+    width = 1
+    if len(config.drafts) > 1 and config.max_len > probe.steps * config.widest + 1:
+        width = config.widest
         points = _points(config.max_seqs, (1, 8, 32, 128))
-        drafts = tuple(tuple((rows, probe.drafts_ms(rows, count)) for rows in points) for count in config.drafts)
-    if config.tpot_target_ms is None:
+        drafts = tuple((count, tuple((rows, probe.drafts_ms(rows, count)) for rows in points)) for count in config.drafts)
+    if not config.measures_steps:
         probe.clear()
         return StepTimes((), (), (), 0.0, 0.0, 0.0, tile, drafts)
     most = min(config.prefill_budget, config.max_len - 1)
-    short, long = (min(context, config.max_len - 1 - probe.steps) for context in CONTEXTS)
+    short, long = (min(context, config.max_len - 1 - probe.steps * width) for context in CONTEXTS)
     decodes = _ascending([(rows, probe.decode_ms(rows, short)) for rows in _points(config.max_seqs, (1, 32, 128))])
-    prefills = _ascending([(rows, probe.prefill_ms(rows)) for rows in _points(most, (1, 128, 512))])
+    prefills = _ascending([(rows, probe.prefill_ms(rows)) for rows in _points(most, (1, 128, 512, 2048))])
     counts = [count for count in _points(min(config.max_seqs, most) - 1, (1, 32, 128)) if count]
     mixed = [(count, max(0.0, probe.mixed_ms(count, short, prefills))) for count in counts]
+    if width > 1:
+        drafting = tuple((count, probe.drafting_ms(count, long, prefills, width)) for count in sorted({*counts[:1], *counts[-1:]}))
     slower_ms = max(0.0, probe.decode_ms(config.max_seqs, long) - decodes[-1][1])
     context_ms = slower_ms / max(1, config.max_seqs * (long - short))
     read_ms, attend_ms, few, many = 0.0, 0.0, prefills[0], prefills[len(prefills) // 2]
@@ -54,7 +59,7 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
         attend_ms = max(0.0, more - less) / max(1, many[0] - few[0])
         read_ms = max(0.0, less - few[0] * attend_ms)
     probe.clear()
-    return StepTimes(decodes, prefills, tuple(mixed) or ((1, 0.0),), context_ms, read_ms, attend_ms, tile, drafts)
+    return StepTimes(decodes, prefills, tuple(mixed) or ((1, 0.0),), context_ms, read_ms, attend_ms, tile, drafts, drafting)
 
 
 def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int, cached: int, end: int) -> StepPlan:
@@ -112,12 +117,20 @@ class _Probe:
         """Time a step of `rows` tokens of one prompt, behind `context` others of it."""
         return self._timed(*self._chunked(0, rows, context))
 
-    def mixed_ms(self, rows: int, context: int, prefills: Measured) -> float:
-        """Time how much longer a step takes than one of equally many prompt tokens (from `prefills`) if `rows` are decode rows."""
+    def mixed_ms(self, sequences: int, context: int, prefills: Measured, width: int = 1, drafts: int = 0) -> float:
+        """Time how much longer a step takes than one of equally many prompt tokens (from `prefills`) if `sequences` decode in it,
+        `width` tokens each, and so many drafts of each are made."""
+        rows = sequences * width
         whole, alone = next((point for point in prefills if point[0] >= 2 * rows), prefills[-1])
-        decoding, (newcomer, chunk) = self._decoding(rows, context), self._chunked(rows, whole - rows, 0)
+        decoding, (newcomer, chunk) = self._decoding(sequences, context, width), self._chunked(sequences, max(1, whole - rows), 0)
         first = StepPlan(0, admissions=decoding.admissions + newcomer.admissions, appends=[*decoding.appends, *newcomer.appends])
-        return self._timed(first, StepPlan(0, rows=single_rows(range(rows)), chunks=chunk.chunks)) - alone
+        plan = StepPlan(0, drafts=drafts, rows=[(slot, width, 0) for slot in range(sequences)], chunks=chunk.chunks)
+        return self._timed(first, plan) - alone
+
+    def drafting_ms(self, sequences: int, context: int, prefills: Measured, width: int) -> float:
+        """Time what drafts add to a step with prompt tokens, beyond their rows."""
+        drafted = self.mixed_ms(sequences, context, prefills, width, width - 1)
+        return max(0.0, drafted - max(0.0, self.mixed_ms(sequences, context, prefills)))
 
     def clear(self) -> None:
         """Reset pages, tables, lengths and the state hash."""
@@ -131,9 +144,9 @@ class _Probe:
             pages.clear()
         self._runner.report_stage.state_hash = 0
 
-    def _decoding(self, rows: int, context: int) -> StepPlan:
+    def _decoding(self, sequences: int, context: int, width: int = 1) -> StepPlan:
         """Make a plan that admits sequences to the first slots, with pages for all rows that are timed."""
-        return self._admission(range(rows), context + 1, context, context + self.steps)
+        return self._admission(range(sequences), context + 1, context, context + self.steps * width)
 
     def _chunked(self, slot: int, rows: int, context: int) -> tuple[StepPlan, StepPlan]:
         """Make two plans: one admits a prompt to a slot, one computes `rows` tokens of it behind `context` others."""

@@ -78,8 +78,7 @@ def _boot(lifeline: Lifeline) -> Runner:
     if runner.capturable:
         runner.capture()
     compile_ahead.end(compilers)
-    measures = config.tpot_target_ms is not None or len(config.drafts) > 1
-    times = measure(runner, config, rank.geometry.vocab) if measures else None
+    times = measure(runner, config, rank.geometry.vocab) if config.measures_steps or config.mtp.drafts == "auto" else None
     launch.ready()
     gc.collect()
     gc.freeze()

@@ -84,11 +84,12 @@ async def one(client: EngineClient, prompt: list[int], params: SamplingParams) -
 @dataclass(frozen=True)
 class Run:
     """A batch, all at once. seconds: to the last token; beside: to the last one's first; steady: ms between tokens while all
-    decode, nan where they never do."""
+    decode, nan where they never do; gap: the most ms between two tokens of a stream."""
 
     seconds: float
     beside: float
     steady: float
+    gap: float
 
 
 async def run(client: EngineClient, prompts: list[list[int]], tokens: int, sampling: str) -> Run:
@@ -99,7 +100,8 @@ async def run(client: EngineClient, prompts: list[list[int]], tokens: int, sampl
     took = time.monotonic() - began
     start, end = max(times[0] for times in streams), min(times[-1] for times in streams)
     seen = [time for time in max(streams, key=lambda times: times[0]) if start <= time <= end]
-    return Run(took, start - began, 1e3 * (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else math.nan)
+    gap = max((after - before for times in streams for before, after in pairwise(times)), default=0.0)
+    return Run(took, start - began, 1e3 * (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else math.nan, 1e3 * gap)
 
 
 async def run_load(client: EngineClient, load: str, vocab: int, args: argparse.Namespace) -> list[Row]:
@@ -242,18 +244,20 @@ def told(args: argparse.Namespace, size: int, length: int, firsts: list[Run], wh
     """The rows of a batch, printed."""
     first, whole = min(run.seconds for run in firsts), min(run.seconds for run in wholes)
     beside, steady = min(run.beside for run in wholes), min(run.steady for run in wholes)
-    step = 1e3 * (whole - first) / args.tokens
+    step, gap = 1e3 * (whole - first) / args.tokens, min(run.gap for run in wholes)
     compared = length == PROMPT and args.shard_of == 1 and args.sampling == "greedy" and not args.drafts
     peers = PEERS.get((args.model.split(":")[-1], args.tp, size)) if compared else None
     against = f"  vLLM {peers[0]:.2f} ({peers[0] / step:.2f}x), SGLang {peers[1]:.2f} ({peers[1] / step:.2f}x)" if peers else ""
     seen = {"prefill": [run.seconds for run in firsts], "beside": [run.beside for run in wholes]}
     each = "  ".join(f"{name} {min(all_):.4f} s [{' '.join(f'{one:.4f}' for one in all_)}]" for name, all_ in seen.items())
-    print(f"batch {size:4} x {length}  {each}  step {step:.3f} ms  steady {steady:.3f} ms  idle {idle:.0f} us{against}", flush=True)
+    times = f"step {step:.3f} ms  steady {steady:.3f} ms  gap {gap:.0f} ms  idle {idle:.0f} us"
+    print(f"batch {size:4} x {length}  {each}  {times}{against}", flush=True)
     batch = f"b{size}" if length == PROMPT else f"b{size}x{length}"
     prefill, decode = (f"{case(args)}-{kind}-{batch}" for kind in ("prefill", "decode"))
     return [
         (prefill, "prefill", first, "s"), (prefill, "prefill beside decode rows", beside, "s"), (decode, "step", step, "ms"),
-        (decode, "step while all decode", steady, "ms"), (decode, "device idle before a step", idle / 1e3, "ms"),
+        (decode, "step while all decode", steady, "ms"), (decode, "longest gap of a stream", gap, "ms"),
+        (decode, "device idle before a step", idle / 1e3, "ms"),
     ]
 
 
@@ -288,7 +292,8 @@ def arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--repeat", type=int, default=3, help="of which the best counts")
     parser.add_argument("--max-len", type=int, default=2048)
-    parser.add_argument("--prefill-budget", type=int, default=2048, help="prefill tokens a step")
+    parser.add_argument("--prefill-budget", type=int, default=8192, help="rows of a step")
+    parser.add_argument("--longest-step", type=float, metavar="MS", help="of steps with decode rows; by default the setting's")
     loads = ["mixed", "long", "pictures", "prompts"]
     parser.add_argument("--loads", choices=loads, nargs="*", default=[], help="loads behind the batches")
     parser.add_argument("--streams", type=int, default=16, help="text streams beside pictures or prompts")
@@ -320,6 +325,7 @@ def serve(folder: Path, drafter: Path, args: argparse.Namespace) -> list[Row]:
         weights=args.weights,
         memory_fraction=args.memory_fraction,
         tpot_target_ms=args.tpot_target,
+        longest_step_ms=args.longest_step,
     )
     synthetic = Synthetic(args.accepted, 5 if args.drafts == "auto" else args.drafts)
     began = time.monotonic()

@@ -47,7 +47,7 @@ POOLS = pools(7, 9)
 LEVELS = {"waiting": 2, "running": 3, "waiting_tokens": 40, "preemptions": 1}
 CACHE = {"queried_tokens": 90, "hit_tokens": 32, "evicted_pages": 5}
 POSITIONS = [DraftPosition(0, 6, 5), DraftPosition(1, 6, 4), DraftPosition(2, 6, 2)]
-DRAFTS = {"drafts": 3, "draft_positions": POSITIONS, "draft_switches": [DraftSwitches("trial", 4)]}
+DRAFTS = {"drafts": 3, "draft_positions": POSITIONS, "draft_switches": [DraftSwitches("better", 4)]}
 WAITS = {"encoder_waiting": 2, "encoder_wait_s": 0.25}
 COUNTS = CACHE | DRAFTS | WAITS | {"prefill_tokens": 100, "decode_tokens": 50}
 EVENTS: list[Event] = [
@@ -112,7 +112,7 @@ EXPECTED = {
     'quartet_verified_drafts_by_position_total{position="2"}': 6,
     'quartet_accepted_drafts_by_position_total{position="1"}': 4,
     "quartet_drafts": 3,
-    'quartet_draft_switches_total{cause="trial"}': 4,
+    'quartet_draft_switches_total{cause="better"}': 4,
     "quartet_encoder_waiting": 2,
     "quartet_encoder_wait_seconds_total": 0.25,
     "quartet_kv_cache_usage_ratio": 0.1,

@@ -132,7 +132,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     "engine/core/draft_policy.py": (
         ("times-keep-what-prompts-added", "engine/core/test_draft_policy.py",
-         "if self._prompts.token_ms and not known:", "if False:"),
+         "alone = max(ms - prompt_ms, 0.1 * ms)", "alone = ms"),
     ),
     "engine/rank/start_checks.py": (
         ("broken-model-starts", "engine/rank/test_weights.py", "if not rms >= MIN", "if rms < MIN"),

@@ -237,7 +237,7 @@ def test_a_public_drafter_is_known_by_name(member: str, tmp_path: Path, capsys: 
 
 def test_what_does_not_fit_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 1, the numbers, and the group that would hold it; 0 at that size."""
-    ask = ["plan", "--model", "31b", "--gpu-memory", "48GiB"]
+    ask = ["plan", "--model", "31b", "--gpu-memory", "48GiB", "--prefill-budget", "512"]
     assert main(ask) == 1
     said = capsys.readouterr().out
     assert "weights per rank  58.25 GiB\n" in said

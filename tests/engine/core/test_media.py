@@ -188,6 +188,7 @@ def crowded_world(seed: int) -> World:
     sliding = KVGroup(0, "sliding", (0,), 1, 256, 15, PAGE, bidirectional=True)
     world.groups = (sliding, GROUPS[1])
     world.config = SchedulerConfig(world.groups, (11, rng.randint(22, 26)), 2, 96, 3, prefix_cache=True, encoder_rows=8)
+    world.config = replace(world.config, kv_events="collected")
     world.media = {}
     world.requests = []
     for number in range(8):

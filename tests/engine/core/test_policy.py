@@ -45,7 +45,7 @@ def test_shares_are_within_what_is_asked_and_there(name: str) -> None:
     """Nobody gets more than it wants, all together the budget if they want that; the oldest has its part of every fourth step."""
     rng = random.Random(1)
     for _ in range(300):
-        most, budget = rng.choice((1, 7, 64, 2048)), StepBudget(POLICIES[name], 4096, None, None)
+        most, budget = rng.choice((1, 7, 64, 2048)), StepBudget(POLICIES[name], 4096, None, None, None)
         passed = 0
         for _ in range(20):
             prompts = [Prompt(rng.choice((1, 5, 100, 3000)) + rng.randint(0, 9), 0) for _ in range(rng.randint(1, 6))]
@@ -72,12 +72,12 @@ def test_a_step_is_filled_up_to_its_target() -> None:
     """The most tokens that fit, between measured points and beyond them; what stands before a chunk costs, too."""
     decodes, prefills = ((1, 5.0), (101, 15.0)), ((1, 5.0), (101, 7.0), (1101, 27.0))
     times = StepTimes(decodes, prefills, ((1, 0.0), (101, 10.0)), 0.001, 0.002, 0.00002, 1)
-    assert StepEstimate(times, 1, 0).fitting(0, 7.0) == 100
-    assert StepEstimate(times, 1, 0).fitting(0, 17.0) == 600
-    assert StepEstimate(times, 51, 0).fitting(0, 22.0) == 550
-    assert StepEstimate(times, 51, 1000).fitting(0, 22.0) == 500  # a millisecond of context is 50 tokens
-    assert StepEstimate(times, 51, 0).fitting(500, 22.0) == 333  # a millisecond to read, and half as much again each token
-    assert StepEstimate(times, 51, 0).fitting(0, 5.0) == 0
+    assert StepEstimate(times, DecodeRows(1, 0)).fitting(0, 7.0) == 100
+    assert StepEstimate(times, DecodeRows(1, 0)).fitting(0, 17.0) == 600
+    assert StepEstimate(times, DecodeRows(51, 0)).fitting(0, 22.0) == 550
+    assert StepEstimate(times, DecodeRows(51, 1000)).fitting(0, 22.0) == 500  # a millisecond of context is 50 tokens
+    assert StepEstimate(times, DecodeRows(51, 0)).fitting(500, 22.0) == 333  # a millisecond to read, and half more each token
+    assert StepEstimate(times, DecodeRows(51, 0)).fitting(0, 5.0) == 0
 
 
 def test_the_budget_fills_whole_tiles() -> None:
@@ -85,12 +85,12 @@ def test_the_budget_fills_whole_tiles() -> None:
     rng = random.Random(3)
     for _ in range(2000):
         decodes, behind, target = rng.randint(0, 200), rng.choice((0, 0, 30_000, 100_000)), rng.uniform(5, 60)
-        tokens = StepEstimate(TIMES, decodes, 0).fitting(behind, target)
+        tokens = StepEstimate(TIMES, DecodeRows(decodes, 0)).fitting(behind, target)
         assert step_ms(filled(decodes, tokens + TIMES.tile, behind)) > target
         if tokens:
             assert step_ms(filled(decodes, tokens, behind)) <= target + 1e-6
             assert (decodes + tokens) % TIMES.tile == 0
-            time = StepEstimate(TIMES, decodes, 0)
+            time = StepEstimate(TIMES, DecodeRows(decodes, 0))
             time.add(tokens, behind)
             assert time.ms == pytest.approx(step_ms(filled(decodes, tokens, behind)))
 
@@ -109,7 +109,7 @@ def mean_step_ms(budget: StepBudget, target: float) -> tuple[float, int]:
     """(mean milliseconds of steps beside one stream and a prompt that never ends, most of them in a row without prompt tokens)."""
     spent, skipped, longest = [], 0, 0
     for _ in range(1000):
-        time = StepEstimate(HEAVY, 1, 100)
+        time = StepEstimate(HEAVY, DecodeRows(1, 100))
         (share,) = budget.share([Prompt(10**6, 5000)], 2048, DecodeRows(1, 100))
         budget.planned([Prompt(share, 5000)] if share else [])
         if share:
@@ -126,10 +126,10 @@ def test_time_is_saved_for_steps_that_exceed_the_target(monkeypatch: pytest.Monk
     cannot, prompts advance all the same. Planted fault: nothing is saved, and they never do."""
     policy = POLICIES["fair"]
     for target in (5.0, 6.0, 10.0):
-        assert mean_step_ms(StepBudget(policy, 2048, HEAVY, target), target)[0] <= 1.02 * target
-    assert 10 < mean_step_ms(StepBudget(policy, 2048, HEAVY, 1.0), 1.0)[1] < 40
+        assert mean_step_ms(StepBudget(policy, 2048, HEAVY, None, target), target)[0] <= 1.02 * target
+    assert 10 < mean_step_ms(StepBudget(policy, 2048, HEAVY, None, 1.0), 1.0)[1] < 40
     monkeypatch.setattr(StepBudget, "_save", lambda *_: None)
-    assert mean_step_ms(StepBudget(policy, 2048, HEAVY, 5.0), 5.0)[1] == 1000
+    assert mean_step_ms(StepBudget(policy, 2048, HEAVY, None, 5.0), 5.0)[1] == 1000
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def test_a_target_is_kept_by_what_steps_take(slowed: tuple[float, float], monkey
 
 def prompt_tokens(target_ms: float, tokens: float = 1.0, pause_ms: float = 0.0) -> int:
     """Of a long prompt in fifty steps, behind one that took `pause_ms` longer, beside rows of so many tokens a step."""
-    decodes, budget, computed = DecodeRows(32, 32_000), StepBudget(POLICIES["fair"], 2048, TIMES, target_ms), 0
+    decodes, budget, computed = DecodeRows(32, 32_000), StepBudget(POLICIES["fair"], 2048, TIMES, None, target_ms), 0
     for step in range(140):
         budget.decoded(target_ms, tokens)
         (share,) = budget.share([Prompt(100_000, 0)], budget.prompt_tokens(decodes.rows), decodes)
@@ -389,7 +389,7 @@ def step(scheduler: Scheduler) -> list[int]:
 
 def test_steps_that_were_short_excuse_one_late_step_at_most() -> None:
     """A hundred steps far below the target make up for one step's lateness, not for a minute's."""
-    budget = StepBudget(POLICIES["fair"], 8, None, 10.0)
+    budget = StepBudget(POLICIES["fair"], 8, None, None, 10.0)
     for _ in range(100):
         budget.decoded(1.0, 1.0)
     budget.decoded(19.0, 1.0)

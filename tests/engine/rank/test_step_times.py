@@ -126,8 +126,9 @@ def test_steps_with_drafts_are_measured(nano: Nano, tmp_path: Path, monkeypatch:
     plain = served(rank)
     assert served(rank, lambda runner: found.append(measured(rank, runner))) == plain
     (times,) = found
-    assert [[rows for rows, _ in points] for points in times.drafts] == [[1, 4]] * len(rank.config.drafts)
-    assert times.drafts[-1][-1][1] > times.drafts[0][0][1] > 0
+    assert [[rows for rows, _ in points] for _, points in times.drafts] == [[1, 4]] * len(rank.config.drafts)
+    assert tuple(count for count, _ in times.drafts) == rank.config.drafts
+    assert times.drafts[-1][1][-1][1] > times.drafts[0][1][0][1] > 0
     assert (times.decodes, times.prefills, times.mixed) == ((), (), ())
     monkeypatch.setattr(step_times._Probe, "clear", lambda self: None)
     assert served(rank, lambda runner: measured(rank, runner)) != plain
@@ -147,17 +148,19 @@ def test_steps_are_measured_with_pages_checked(
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     """Point by point, whoever is slower there."""
-    drafts = [(((1, 2.0), (4, 3.0)), ((1, 4.0), (4, 5.0))), (((1, 1.0), (4, 3.5)), ((1, 4.5), (4, 4.0)))]
-    one = StepTimes(((1, 5.0), (4, 6.0)), ((1, 5.0), (64, 9.0)), ((1, 0.0), (3, 0.5)), 0.1, 0.3, 0.02, 128, drafts[0])
-    other = StepTimes(((1, 4.0), (4, 7.0)), ((1, 5.5), (64, 8.0)), ((1, 0.1), (3, 0.4)), 0.2, 0.4, 0.01, 128, drafts[1])
-    slow = (((1, 2.0), (4, 3.5)), ((1, 4.5), (4, 5.0)))
-    both = StepTimes(((1, 5.0), (4, 7.0)), ((1, 5.5), (64, 9.0)), ((1, 0.1), (3, 0.5)), 0.2, 0.4, 0.02, 128, slow)
+    drafts = [((0, ((1, 2.0), (4, 3.0))), (2, ((1, 4.0), (4, 5.0)))), ((0, ((1, 1.0), (4, 3.5))), (2, ((1, 4.5), (4, 4.0))))]
+    made = [((1, 3.0), (3, 5.0)), ((1, 2.0), (3, 6.0))]
+    one = StepTimes(((1, 5.0), (4, 6.0)), ((1, 5.0), (64, 9.0)), ((1, 0.0), (3, 0.5)), 0.1, 0.3, 0.02, 128, drafts[0], made[0])
+    other = StepTimes(((1, 4.0), (4, 7.0)), ((1, 5.5), (64, 8.0)), ((1, 0.1), (3, 0.4)), 0.2, 0.4, 0.01, 128, drafts[1], made[1])
+    slow, making = ((0, ((1, 2.0), (4, 3.5))), (2, ((1, 4.5), (4, 5.0)))), ((1, 3.0), (3, 6.0))
+    both = StepTimes(((1, 5.0), (4, 7.0)), ((1, 5.5), (64, 9.0)), ((1, 0.1), (3, 0.5)), 0.2, 0.4, 0.02, 128, slow, making)
     assert slowest([one, other]) == both
 
 
 def test_a_target_that_cannot_be_measured_for_is_refused(nano: Nano) -> None:
     """No context to measure in, or no time at all."""
-    with pytest.raises(ConfigError, match="tpot_target_ms needs a max_len of at least 16"):
-        config_of(nano("31b"), 1, tpot_target_ms=50.0, max_len=15)
+    for name in ("tpot_target_ms", "longest_step_ms"):
+        with pytest.raises(ConfigError, match=f"{name} needs a max_len of at least 16"):
+            config_of(nano("31b"), 1, max_len=15, **{name: 50.0})
     with pytest.raises(ConfigError, match="tpot_target_ms"):
         config_of(nano("31b"), 1, tpot_target_ms=0.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import quantiles
 
 from engine.core.scheduler import Scheduler
-from engine.core.step_budget import StepEstimate
+from engine.core.step_budget import DecodeRows, StepEstimate
 from engine.lifeline import StepTimes
 from engine.plan import DEPTH, ResultRow, StepPlan, StepResult
 from engine.protocol import GenerateRequest
@@ -84,7 +84,8 @@ class EstimatedRanks:
 
     def run(self, plan: StepPlan) -> tuple[StepResult, float]:
         """A plan's result, and the milliseconds of its step."""
-        expected = StepEstimate(self.times, len(plan.rows), sum(self._lengths[slot] for slot in decode_slots(plan)))
+        decodes = DecodeRows(len(plan.rows), sum(self._lengths[slot] for slot in decode_slots(plan)))
+        expected = StepEstimate(self.times, decodes)
         for slot, start, end, *_ in plan.chunks:
             expected.add(end - start, start)
             self._lengths[slot] = end

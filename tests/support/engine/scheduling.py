@@ -41,6 +41,7 @@ class SchedulerConfig:
     policy: Any = "fair"
     step_times: StepTimes | None = None
     tpot_target_ms: float | None = None
+    longest_step_ms: float | None = None
     encoder_rows: int = ENCODER_ROWS
     encoders: MediaGeometries = field(default_factory=lambda: ANY_MEDIA)
 
@@ -63,6 +64,7 @@ def scheduler_of(config: SchedulerConfig) -> Scheduler:
         kv_events=KvEvents(endpoint=config.kv_events),
         policy=config.policy,
         tpot_target_ms=config.tpot_target_ms,
+        longest_step_ms=config.longest_step_ms,
     )
     scheduler = Scheduler(settings, config.groups, config.pages, config.step_times, config.encoders)
     scheduler.encoder_rows = config.encoder_rows

@@ -36,6 +36,13 @@ from tests.support.engine.world_thoughts import draw_budget, end_mask, forced_to
 STOP = 7
 TIMES = StepTimes(((1, 5.0), (6, 6.0)), ((1, 5.0), (8, 7.0), (32, 20.0)), ((1, 0.1), (6, 0.6)), 0.05, 0.02, 0.01, 4)
 _MAX_STEPS = 20_000
+
+
+def drafting_times(drafts: int) -> StepTimes:
+    """TIMES with those of steps with drafts, which are dear enough beside prompts to be left out."""
+    points = tuple((count, ((1, 5.0 + count), (6, 6.0 + 2 * count))) for count in sorted({0, drafts}))
+    return msgspec.structs.replace(TIMES, drafts=points if drafts else (), drafting=((1, 1.0), (6, 9.0)) if drafts else ())
+
 _MAX_REQUESTS = 14
 
 
@@ -68,6 +75,9 @@ class World:
         self.config = replace(self.config, policy=rng.choice(("fair", "fair", "arrival")))
         if rng.random() < 0.3:
             self.config = replace(self.config, step_times=TIMES, tpot_target_ms=rng.choice((1.0, 8.0, 30.0)))
+        if chance(0.3, self.seed, 15):
+            longest_ms = random.Random(self.seed).choice((1.0, 7.0, 15.0))
+            self.config = replace(self.config, step_times=drafting_times(drafts), longest_step_ms=longest_ms)
         self._ask(max_len)
         self.media: dict[int, tuple[MediaItem, ...]] = {}  # by the seeds of their requests
         if chance(0.4, self.seed, 9):
