@@ -183,7 +183,7 @@ def _unpack(
     row = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
     k = tl.program_id(1) * BK
     loaded = load_words(words, scale, zero, tl.minimum(row, M - 1), k, K, GROUP, BK)
-    wait(PDL)  # whoever read this memory before has ended
+    wait(PDL)  # the last readers of this memory have ended
     for i in tl.static_range(4):
         column = k + run_columns(BK // 8) + 16 * i
         tile = pair_tile(loaded, i, out.dtype.element_ty)

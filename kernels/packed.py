@@ -58,7 +58,7 @@ class PackedMatrix(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Neighbouring columns that share a scale; 0: all, or there is none."""
+        """Neighbouring columns that share a scale; 0: not in groups."""
         if self.load != "int4":
             return 0
         assert self.scale is not None

@@ -30,15 +30,15 @@ ROOMS = (
 # feature replaced. The goal of the product for the same features: 215 000 tokens, of them 90 000 of the engine.
 BOUNDS = {
     "engine/core": 22_010,
-    "engine/rank": 47_521,
+    "engine/rank": 49_267,
     "engine/front": 24_357,
-    "engine": 21_079,
-    "kernels": 62_221,
-    "cluster": 5_278,
+    "engine": 22_302,
+    "kernels": 66_335,
+    "cluster": 5_375,
     "deploy/edge": 49_988,
-    "deploy": 19_071,
+    "deploy": 21_773,
     "dashboards": 5_574,
-    "tests": 544_685,
+    "tests": 579_111,
 }
 _COUNTED = frozenset({tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
