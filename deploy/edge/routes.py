@@ -118,7 +118,8 @@ async def _parsed(service: Service, request: Request, api: GenerationApi) -> tup
 
     def read(body: bytes) -> tuple[Ask, ResponseFormat]:
         said = api.reader.read(body)
-        return said.ask(), api.format(service.model, said)
+        ask = said.ask()
+        return ask, api.format(service.model_of(ask), said)
 
     body = await _body_of(request)
     if api.media_type == JSON:
@@ -185,16 +186,20 @@ def _add_models(app: FastAPI, service: Service) -> None:
         "max_model_len": service.settings.max_len,
     }
 
+    cards = {service.settings.name: card}
+    for name in service.settings.adapters:
+        cards[name] = {**card, "id": name, "parent": service.settings.name}
+
     @app.get("/v1/models")
     async def models() -> Response:
-        return JsonResponse({"object": "list", "data": [card]})
+        return JsonResponse({"object": "list", "data": list(cards.values())})
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         if not model:
             raise HTTPException(404)
         service.jobs.check_model(model)
-        return JsonResponse(card)
+        return JsonResponse(cards[model])
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
