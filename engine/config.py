@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from engine.adapters import AdapterFolders, read_adapter
 from engine.architectures import Architecture, architecture_of
 from engine.attention import BACKENDS
 from engine.attention.backend_entry import RowKind
@@ -107,6 +108,9 @@ class EngineSettings(FrozenStruct, kw_only=True):
     flashinfer_download: bool = False
     """FlashInfer may fetch kernels that it lacks, at the first request that needs one"""
     mtp: Mtp = Mtp()
+    adapters: AdapterFolders = msgspec.field(default_factory=dict)
+    """LoRA adapters: the name that clients call one by as their `model`, and its folder as PEFT saves it, on every node with
+    replicas; all of them are on the device from the start"""
     graphs: bool = True
     """on a GPU, capture steps as CUDA graphs at start and replay them; those with thousands of prompt tokens, and those that report
     logprobs of prompts, run without"""
@@ -198,6 +202,8 @@ def engine_config(**settings: object) -> EngineConfig:
         raise ConfigError(f"engine settings: {error}") from error
     _check_model(config)
     read_quantisation(Path(config.model), config.weights)
+    for name, folder in config.adapters.items():
+        read_adapter(name, Path(folder))
     return config
 
 

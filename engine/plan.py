@@ -34,6 +34,7 @@ from typing import NamedTuple, TypeVar, cast
 import msgspec
 import numpy as np
 
+from engine.adapters import NO_ADAPTER
 from engine.protocol import (
     MAX_ALTERNATIVES,
     MAX_SPAN,
@@ -61,7 +62,7 @@ MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has:
 
 _PLAN = struct.Struct(f"<4xIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SECTIONS) - 2)}x")
 _encode = msgspec.msgpack.Encoder().encode
-_decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int]]).decode
+_decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int, int]]).decode
 _RESULT = struct.Struct("<IQIII")
 _LOGPROBS_BYTES = 13 + 15 * MAX_ALTERNATIVES  # that Logprobs take at most
 _LOGPROBS_ROW_BYTES = 10  # that a row's logprobs take at most beside them
@@ -86,7 +87,7 @@ class Admission(NamedTuple):
 
     `number` grows with every admission, so that a result can be told from one of the slot's last sequence. `prompt` is the
     length of the prompt proper; `params.min_tokens` counts from there. `cached`: positions whose K and V its pages hold already.
-    `tokens` may be any sequence of integers; a rank reads it as an int32 array.
+    `tokens` may be any sequence of integers; a rank reads it as an int32 array. `adapter`: its index among the settings' adapters.
     """
 
     slot: int
@@ -95,6 +96,7 @@ class Admission(NamedTuple):
     prompt: int
     params: SamplingParams
     cached: int = 0
+    adapter: int = NO_ADAPTER
 
 
 class StepPlan(msgspec.Struct):
@@ -283,12 +285,17 @@ def read_plan(data: bytes) -> PlanView:
         end += count * width
     if 4 * end + size != len(data):
         raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {4 * end + size}")
+    admitted = _decode_admissions(memoryview(data)[4 * end :]) if size else []
     admissions = tuple(
-        Admission(slot, number, cast("Sequence[int]", np.frombuffer(tokens, np.int32)), prompt, params, cached)
-        for slot, number, tokens, prompt, params, cached in (_decode_admissions(memoryview(data)[4 * end :]) if size else ())
+        Admission(slot, number, _ids(tokens), prompt, params, cached, adapter)
+        for slot, number, tokens, prompt, params, cached, adapter in admitted
     )
     masked = bool(flags & FLAG_MASKED)
     return PlanView(step, masked, drafts, np.frombuffer(data, np.int32, end), **sections, admissions=admissions)
+
+
+def _ids(data: bytes) -> Sequence[int]:
+    return cast("Sequence[int]", np.frombuffer(data, np.int32))
 
 
 def _sent(params: SamplingParams) -> SamplingParams:

@@ -126,8 +126,8 @@ class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
     """Front -> core: generate from `prompt` (token ids, int32). `id` is the front's own and returns in every TokenBatch entry.
 
     `clip`: max_tokens was a default, so it may be lowered to what fits instead of refusing. `salt`: only requests of the same salt
-    share cached prefixes. `priority`: lower ones are served first. `media`: in the order of their positions; their data have come
-    before, as `sent_media`, or (0) they have them.
+    share cached prefixes. `priority`: lower ones are served first. `adapter`: index among the settings' adapters, -1: none.
+    `media`: in the order of their positions; their data have come before, as `sent_media`, or (0) they have them.
     """
 
     id: int
@@ -136,6 +136,7 @@ class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
     clip: bool = False
     salt: str = ""
     priority: int = 0
+    adapter: int = -1
     media: tuple[MediaItem, ...] = ()
     sent_media: int = 0
 

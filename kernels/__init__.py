@@ -6,7 +6,8 @@ kernel takes its tensors. Read `launch` first, then `activation` and `linear`.
     launching   launch (every kernel starts there), precompile (before the first launch)
     shared      numerics (casts, products, online softmax), norm (RMSNorm in torch), tiles (a product's tile by shape and rows),
                 packed (fp8 weights and rows), four_bits (weights of four bits)
-    layers      embed, ple, linear, activation, route, experts, fused_allreduce_norm (what ends each half of a layer)
+    layers      embed, ple, linear, lora (adapters), activation, route, experts,
+                fused_allreduce_norm (what ends each half of a layer)
     attention   qkv, decode and its kernel splitkv, verify (rows with drafts), prefill, paged_attention (all three in torch)
     towers      axial_rope, ragged_attention
     step        admissions (new sequences), slots (plans, decode rows), chunks (prefill rows)

@@ -18,6 +18,7 @@ One token's assignments are in order as they are, each a tile of its own: there 
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,10 +26,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.activation import gelu
+from kernels.activation import geglu, gelu
 from kernels.four_bits import load_words, pair_tile, run_columns
 from kernels.launch import PendingTensor, cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
 from kernels.linear import GEGLU, linear
+from kernels.lora import add_lora
 from kernels.numerics import add_product, cast
 from kernels.packed import Load, Matrix, PackedMatrix, operands, packed_matrix, scaled_tile
 from kernels.tiles import Tile, fit
@@ -58,6 +60,71 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: M
     check_contiguous(other)
     launch(_combine, (rows, cdiv(n, block)), parts, position, weights, other, out, N=n, TOP=top_k, BLOCK=block)
     return out
+
+
+class ExpertAdapters(NamedTuple):
+    """`kernels.lora`'s a, b and ends of a matrix of experts. adapters: how many; index of a pair: expert * adapters + adapter."""
+
+    a: Tensor
+    b: Tensor
+    ends: tuple[int, ...]
+    adapters: int
+
+
+class AdaptedRows(NamedTuple):
+    """The adapter of each row, int32 [T], -1: none; and the adapters of gate and up, and of down, where there are some."""
+
+    rows: Tensor
+    gate_up: ExpertAdapters | None
+    down: ExpertAdapters | None
+
+
+def adapted_experts(
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: Matrix, dense: PendingTensor, adapted: AdaptedRows
+) -> Tensor:
+    """`experts`, whose products have what the rows' adapters add."""
+    pair, last = packed_matrix(gate_up), packed_matrix(down)
+    if not enabled(x):
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for expert in chosen.unique().tolist():
+            tokens, ranks = torch.where(chosen == expert)
+            own = chosen[tokens, ranks]
+            both = linear(x[tokens], pair.of_expert(expert))
+            _add(both, x[tokens], adapted.rows[tokens], own, adapted.gate_up)
+            inner = geglu(both)
+            part = linear(inner, last.of_expert(expert))
+            _add(part, inner, adapted.rows[tokens], own, adapted.down)
+            total.index_add_(0, tokens, part.float() * weights[tokens, ranks, None])
+        return torch.cat([dense(), total.to(x.dtype)], -1)
+    check_contiguous(x, weights, chosen, *pair.tensors, *last.tensors)
+    (rows, n), m, (count, *_), top_k = x.shape, last.columns, last.values.shape, chosen.shape[1]
+    up_tile, down_tile = choose(rows * top_k, count, shared_memory(x), last.load)
+    tiles, order, position = (chosen[0], None, None) if rows == 1 else _sorted(chosen, count, up_tile.rows)
+    assignments = torch.arange(top_k, device=x.device) if order is None else order.long()
+    tokens = assignments // top_k
+    own = chosen.view(-1)[assignments]
+    index = adapted.rows[tokens]
+    both = x.new_empty(rows * top_k, 2 * m)
+    _launch_grouped(up_tile, x, pair, order, tiles, both, top_k)
+    _add(both, x[tokens], index, own, adapted.gate_up)
+    inner = geglu(both)
+    parts = x.new_empty(rows * top_k, n)
+    _launch_grouped(down_tile, inner, last, None, tiles, parts, 1)
+    _add(parts, inner, index, own, adapted.down)
+    out = x.new_empty(rows, 2 * n)
+    block = min(1024, next_power_of_2(n))
+    other = dense()
+    check_contiguous(other)
+    launch(_combine, (rows, cdiv(n, block)), parts, position, weights, other, out, N=n, TOP=top_k, BLOCK=block)
+    return out
+
+
+def _add(out: Tensor, x: Tensor, index: Tensor, experts: Tensor, adapters: ExpertAdapters | None) -> None:
+    """Add what adapters make of assignments' rows x. index: the adapter of each, int32; experts: int32."""
+    if adapters is None:
+        return
+    pairs = torch.where(index < 0, index, experts * adapters.adapters + index)
+    add_lora(out, x.contiguous(), pairs, adapters.a, adapters.b, adapters.ends)
 
 
 def _tile(rows: int, bn: int, bk: int, stages: int, *, swap: bool = True, warps: int = 4) -> Tile:

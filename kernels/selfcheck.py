@@ -34,6 +34,7 @@ from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.launch import enabled, plain_torch
 from kernels.linear import FP32, GEGLU, gelu_times, linear
+from kernels.lora import add_lora
 from kernels.packed import E4M3, PackedMatrix, PackedRows, fp8_matrix, pack_rows, unpacked
 from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, tile_tokens
@@ -463,6 +464,13 @@ def _experts(draw: RandomInputs, rows: int, top_k: int = 2) -> Outputs:
     return (experts(draw.floats(rows, n), weights, chosen, gate_up, down, partial(draw.floats, rows, n)),)
 
 
+def _lora(draw: RandomInputs, rows: int) -> Outputs:
+    out, x = draw.floats(rows, 200), draw.floats(rows, 700)
+    a, b = draw.floats(3, 64, 700, scale=700**-0.5), draw.floats(3, 200, 32, scale=32**-0.5)
+    add_lora(out, x, ((draw.rising(rows, 1) + 1) % 4 - 1).view(-1), a, b, (130, 200))
+    return (out,)
+
+
 CHECKS = (
     *(Check("kernels.slots", f"a step's inputs, {width} tokens a row", _step_inputs, (width,)) for width in (1, 3)),
     Check("kernels.chunks", "inputs of prefill chunks", _step_inputs, (2,)),
@@ -474,6 +482,7 @@ CHECKS = (
         for rows, group, zeros in ((1, 32, False), (20, 64, True), (64, 32, True), (130, 32, False))
     ),
     *(Check("kernels.packed", f"fp8 products of {rows} rows", _fp8_products, (rows,)) for rows in (1, 5, 64, 80)),
+    *(Check("kernels.lora", f"what adapters add to {rows} rows", _lora, (rows,)) for rows in (1, 37)),
     Check("kernels.activation", "the gate of packed rows", _packed_gate),
     Check("kernels.fused_allreduce_norm", "a fused norm of one rank", _allreduce_norm),
     Check("kernels.fused_allreduce_norm", "a fused norm that packs rows", _packed_norm),

@@ -22,12 +22,15 @@ def check_drafter(settings: Settings) -> None:
 
 def check_files(config: EngineConfig, template: Path | None) -> None:
     """Raises CheckpointError where a replica would refuse the checkpoint, its encoders of media among it, its tokenizer and
-    template, or its drafter. No tensor is read."""
+    template, its drafter, or an adapter. No tensor is read."""
     from engine.front.text import TextProcessor
     from engine.rank.checkpoints import checkpoints_of
+    from engine.rank.load.adapter_tensors import map_adapters
     from engine.rank.load.slices import pieces
     from engine.rank.load.tensor_files import checked_headers
 
+    text = checkpoints_of(config).text
+    map_adapters(config.adapters, text.tensors, text.geometry)
     needed = checkpoints_of(config).every
     for each in needed if config.load_format == "safetensors" else ():
         pieces_of = pieces(each.tensors, each.geometry, weights=each.weights)

@@ -16,7 +16,7 @@ from deploy.edge.media.tasks import Prepared
 from deploy.edge.raw_json import invalid
 from deploy.edge.service_settings import ServiceSettings
 from deploy.edge.text_pool import TextPool
-from engine.errors import InvalidRequest, ModelNotFound, Overloaded
+from engine.errors import InvalidRequest, Overloaded
 from engine.front.constraints import Constraints, ToolChoice
 from engine.front.generation import Job
 from engine.front.grammar import Thought, grammar
@@ -51,17 +51,18 @@ class JobBuilder:
     def __post_init__(self) -> None:
         self._markers = Markers.of(self.text)
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFound unless `name` is served here, or none is named."""
-        if name not in (None, *self.settings.names):
-            raise ModelNotFound(str(name))
+    def check_model(self, name: str | None) -> int:
+        """As `ServiceSettings.adapter`; raises ModelNotFound."""
+        return self.settings.adapter(name)
 
     async def job(self, ask: Ask, client: str) -> Job:
         """What goes to the engine; media and grammars in the client's turn. InvalidRequest, ModelNotFound, Overloaded."""
-        self.check_model(ask.model)
+        adapter = self.check_model(ask.model)
         if isinstance(ask.prompt, ChatPrompt):
-            return await self._chat_job(ask, ask.prompt, client)
-        return await self._raw_job(ask, ask.prompt, client)
+            job = await self._chat_job(ask, ask.prompt, client)
+        else:
+            job = await self._raw_job(ask, ask.prompt, client)
+        return replace(job, adapter=adapter)
 
     async def prompt(self, chat: ChatPrompt, client: str) -> list[int]:
         """The token ids that a chat begins with; media in the client's turn. InvalidRequest, Overloaded."""

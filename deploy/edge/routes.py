@@ -118,7 +118,8 @@ async def _parsed(service: Service, request: Request, api: GenerationApi) -> tup
 
     def read(body: bytes) -> tuple[Ask, ResponseFormat]:
         said = api.reader.read(body)
-        return said.ask(), api.format(service.model, said)
+        ask = said.ask()
+        return ask, api.format(service.model_of(ask), said)
 
     body = await _body_of(request)
     if api.media_type == JSON:
@@ -184,6 +185,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
         name: {"id": name, "object": "model", "created": since, "owned_by": "quartet", "max_model_len": max_len, **more}
         for name, max_len, more in (*own, *others)
     }
+    for name in settings.adapters:
+        cards[name] = {**cards[settings.name], "id": name, "parent": settings.name}
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, get_args
 
+import msgspec
+
 from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.ask import Ask
 from deploy.edge.http_errors import Forbidden, QuotaExceeded, Unauthenticated
@@ -55,11 +57,16 @@ class Service:
     def __post_init__(self) -> None:
         settings = self.settings
         self.model = ServedModel(settings.name, self.text.pieces, settings.fingerprint)
+        self._adapted = {name: msgspec.structs.replace(self.model, name=name) for name in settings.adapters}
         self.pool = TextPool()
         self.jobs = JobBuilder(settings, self.text, self.pool, self.grammars, self.media_preparer)
         self.admission = AdmissionControl(self.engine, settings.capacity, settings.queue_tokens, settings.media.waiting_bytes)
         self.idle = asyncio.Event()
         self.idle.set()
+
+    def model_of(self, ask: Ask) -> ServedModel:
+        """What answers say of the model: an adapter's name where one is asked for."""
+        return self._adapted.get(ask.model or "", self.model)
 
     @contextmanager
     def answering(self, choices: int) -> Iterator[None]:

@@ -73,8 +73,12 @@ class Admissions:
         return True
 
     def _add_to_plan(self, sequence: Sequence) -> None:
-        slot, tokens = sequence.slot, array("i", sequence.tokens)
-        self._plan.admissions.append(Admission(slot, sequence.number, tokens, sequence.prompt, sequence.params, sequence.committed))
+        tokens = array("i", sequence.tokens)
+        computed = sequence.committed
+        admission = Admission(
+            sequence.slot, sequence.number, tokens, sequence.prompt, sequence.params, computed, sequence.adapter
+        )
+        self._plan.admissions.append(admission)
 
     def _fits_plan(self, sequence: Sequence, pages: int) -> bool:
         """Count an admission with so many pages in the plan; False if the plan has no room for it beside others."""

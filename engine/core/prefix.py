@@ -1,7 +1,8 @@
 """The prefix cache: pages of both KV groups, found by the tokens up to their ends.
 
 Segments are runs of pages in a tree, found by keys. A page's key is sha256(key of the page before it, its token ids, the media
-items that stand in it), so equal keys mean equal prefixes; before the first page stands a root key made of the request's salt.
+items that stand in it), so equal keys mean equal prefixes; before the first page stands a root key made of the request's salt and
+adapter.
 
     root -- S ----+-- A ---- A'        full pages    S S S S S S A A A A' A'      kept for the whole path
       system      |                    sliding         . . . s s . . a a  .  a'   a tail at the end of S, A, A', B:
@@ -19,6 +20,7 @@ spared until their next turn: strict LRU, with more conversations than fit, woul
 """
 
 import random
+import struct
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
@@ -28,6 +30,7 @@ from typing import cast
 
 import msgspec
 
+from engine.adapters import NO_ADAPTER
 from engine.core.pages import Hit, PagePool
 from engine.kv_events import CacheEvents
 from engine.protocol import MediaItem
@@ -35,9 +38,9 @@ from engine.protocol import MediaItem
 SPARED = 0.5
 
 
-def root_key(salt: str) -> bytes:
-    """The key before the first page's: requests find only pages of their own salt."""
-    return sha256(b"quartet prefix 2\0" + salt.encode()).digest()
+def root_key(salt: str, adapter: int = NO_ADAPTER) -> bytes:
+    """The key before the first page's: requests find only pages of their own salt and adapter."""
+    return sha256(b"quartet prefix 3\0" + struct.pack("<i", adapter) + salt.encode()).digest()
 
 
 def extend_keys(

@@ -71,9 +71,10 @@ class Requests:
             limit=limit,
             params=request.params,
             precedence=(request.priority, self.counters.received),
-            pages=PageState(root_key(request.salt)),
+            pages=PageState(root_key(request.salt, request.adapter)),
             drafts=DraftState(request.params.drafts),
             media=MediaState(request.media, self._spans(request.media)),
+            adapter=request.adapter,
         )
         self.unfinished[request.id] = sequence
         self._enqueue(sequence)

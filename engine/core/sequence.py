@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.adapters import NO_ADAPTER
 from engine.core.pages import Hit, PagePool, PageRun
 from engine.protocol import MediaItem, SamplingParams
 
@@ -89,6 +90,7 @@ class Sequence(msgspec.Struct, eq=False):
     pages: PageState
     drafts: DraftState
     media: MediaState
+    adapter: int = NO_ADAPTER  # index among the settings' adapters
     committed: int = 0
     planned: int = 0
     number: int = 0  # of its admission; 0 while it waits, and after it has stepped back

@@ -17,6 +17,7 @@ from typing import cast
 
 import msgspec
 
+from engine.adapters import NO_ADAPTER
 from engine.errors import EngineDead, GenerationFailed, InvalidRequest, SlowReader
 from engine.events import (
     EngineFailed,
@@ -89,16 +90,25 @@ class EngineClient(asyncio.Protocol):
         clip: bool = False,
         salt: str = "",
         priority: int = 0,
+        adapter: int = NO_ADAPTER,
         media: tuple[MediaItem, ...] = (),
     ) -> Stream:
-        """Submit a request at once; `clip`, `salt`, `priority` and `media` as in GenerateRequest.
+        """Submit a request at once; `clip`, `salt`, `priority`, `adapter` and `media` as in GenerateRequest.
 
         Requests that have the same tuple of media, one after the other, share them: they are sent once, before all these requests.
         Raises InvalidRequest only if it cannot be sent as it is.
         """
         self._last_id += 1
         stream = Stream(self._last_id, self.abort, Clock(monotonic()))
-        request = GenerateRequest(id=stream.id, prompt=pack_tokens(prompt), params=params, clip=clip, salt=salt, priority=priority)
+        request = GenerateRequest(
+            id=stream.id,
+            prompt=pack_tokens(prompt),
+            params=params,
+            clip=clip,
+            salt=salt,
+            priority=priority,
+            adapter=adapter,
+        )
         try:
             if self.dead is None and media:
                 self._send_with_media(request, media)

@@ -16,6 +16,7 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
+from engine.adapters import NO_ADAPTER
 from engine.errors import GenerationFailed, SlowReader
 from engine.front.client import EngineClient
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart, joined
@@ -37,6 +38,7 @@ class Job:
     prompts    int32 token ids; each has equally many choices, those of the first prompt come first
     params     one per choice
     salt       only requests of the same salt share cached prefixes;   priority  lower ones go first
+    adapter    index among the settings' adapters, -1: none
     markers    of a chat, whose reply may have thoughts, and calls of `tools`;   one_call  it ends with its first call
     media      of the one prompt of a chat
     echoes     the prompts' texts, if each answer begins with its prompt's;   echo_only  the answer is nothing else
@@ -47,6 +49,7 @@ class Job:
     clip: bool
     salt: str = ""
     priority: int = 0
+    adapter: int = NO_ADAPTER
     stops: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     markers: Markers | None = None
@@ -198,7 +201,9 @@ class Generation:
         self._echo = job.echoes[choice // job.choices_each] if job.echoes else ""
         self._echo_only = job.echo_only
         self._tells_logprobs = params.prompt_logprobs is not None
-        self.stream = engine.generate(prompt, params, clip=job.clip, salt=job.salt, priority=job.priority, media=job.media)
+        self.stream = engine.generate(
+            prompt, params, clip=job.clip, salt=job.salt, priority=job.priority, adapter=job.adapter, media=job.media
+        )
         self.clock = self.stream.clock
         self.cached = self.accepted = self.rejected = 0
         self.has_ended = False

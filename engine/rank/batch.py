@@ -77,6 +77,7 @@ class ForwardBatch:
                          below its own: it sees up to itself. None: as `chunks` say
     width                decode rows of a sequence
     soft                 what encoders put into rows of the chunks; None: nothing
+    adapters  int32 [T]  the adapter of each row, -1: none; None: no row has one
     """
 
     ids: Tensor
@@ -91,6 +92,7 @@ class ForwardBatch:
     chunk_list: Tensor | None = None
     last_seen: Tensor | None = None
     soft: SoftTokens | None = None
+    adapters: Tensor | None = None
 
     @property
     def rows(self) -> int:

@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.geometry import Geometry, vocab_share
 from engine.memory import inbox_rows, kv_budget
 from engine.protocol import MediaKind
+from engine.rank.adapter_stacks import has_adapters, load_adapters
 from engine.rank.attention import FailedChecks, attention_backend
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import SoftTokens
@@ -77,6 +78,7 @@ def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *,
         check_kernels(device)
     failed_checks, fallbacks = check_attention(parallel, config, device) if checked else ((), ())
     model: Model = _filled(text, source, parallel, dtype, device)
+    load_adapters(model, text.tensors, config.adapters)
     assistant = None if drafter is None else _filled(drafter, source, parallel, dtype, device)
     made = {each: _filled(each, source, dtype, device) for each in dict.fromkeys(encoders.values())}
     of_media = {kind: made[each] for kind, each in encoders.items()}
@@ -144,7 +146,7 @@ def build_runner(rank: Rank, cache: KVCache, shapes: StepShapes) -> Runner:
     results = config.widest * (shapes.sequences[-1] + shapes.prefill)
     report = ReportStage(results, rank.device, pages, encode, debug_hash=config.debug_hash)
     capturable = rank.device.type == "cuda" and config.graphs
-    return Runner(shapes, slots, inputs, forward, sample, draft, encode, report, capturable)
+    return Runner(shapes, slots, inputs, forward, sample, draft, encode, report, capturable, has_adapters(rank.model))
 
 
 def _slots(rank: Rank, cache: KVCache) -> SlotState:

@@ -9,14 +9,17 @@ A forward has one `Exchange`:
     Exchange       one rank, or each sum is a collective
     InboxExchange  up to some thousand rows: parts go to the ranks' inboxes, of few rows from the product's own kernel
     OwnRows        more rows: each rank norms rows of its own, and parts and rows travel in pieces while products run
+
+and, where rows have adapters, an AdaptedExchange around it.
 """
 
 from torch import Tensor
 
 from engine.rank.parallel import Parallel
 from engine.rank.weight import Weight
+from kernels.activation import geglu
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, Norms, fused_allreduce_norm
-from kernels.linear import GEGLU
+from kernels.linear import GEGLU, NONE, Epilogue
 from kernels.packed import Activations, PackedRows
 from kernels.sequence_parallel import GatheredRows, Pieces, SequenceParallel
 
@@ -27,11 +30,22 @@ Rows = Activations | GatheredRows
 
 class Exchange:
     """Each sum over ranks is a collective. Where there is one rank, a row-parallel product of few rows may come in fp32 parts
-    [parts, T, m] (`kernels.linear.linear_parts`)."""
+    [parts, T, m] (`kernels.linear.linear_parts`).
+
+    adapters    int32 [T], the adapter of each row; None: no row has one
+    packs_rows  norms may pack the rows that its products read
+    """
+
+    adapters: Tensor | None = None
+    packs_rows = True
 
     def __init__(self, parallel: Parallel, eps: float) -> None:
         self.parallel = parallel
         self._eps = eps
+
+    def product(self, weight: Weight, x: Activations, epilogue: Epilogue = NONE) -> Tensor:
+        """x [T, n] -> x W^T [T, m] with its epilogue, by a matrix of which nothing is summed over ranks here."""
+        return weight.product(x, epilogue)
 
     def column_parallel(self, weight: Weight, x: Rows) -> Tensor:
         """x [T, n] -> x W^T [T, m]."""
@@ -66,8 +80,8 @@ class Exchange:
         assert isinstance(x, Tensor)
         return x
 
-    def of_few_rows(self) -> "Exchange":
-        """The exchange for some of the step's rows."""
+    def of_rows(self, rows: Tensor) -> "Exchange":  # noqa: ARG002 (for those that know rows)
+        """The exchange for these few of the step's rows, int64 [R]."""
         return self
 
 
@@ -126,12 +140,85 @@ class OwnRows(Exchange):
     def all_rows(self, x: Rows) -> Tensor:
         return x.whole() if isinstance(x, GatheredRows) else super().all_rows(x)
 
-    def of_few_rows(self) -> Exchange:
+    def cut(self, x: Tensor) -> Pieces:
+        """The pieces of x [T, ...], as those of a row-parallel product are cut."""
+        return self._sequence.cut(x)
+
+    def of_rows(self, rows: Tensor) -> Exchange:  # noqa: ARG002 (it takes any)
         return Exchange(self.parallel, self._eps)
 
 
-def exchange_over(peers: Peers, parallel: Parallel, eps: float) -> Exchange:
-    """The exchange of a forward whose ranks have these inboxes or sequence-parallel norms."""
+class AdaptedExchange(Exchange):
+    """The exchange `inner` of a step in which rows have adapters. What they add to a row-parallel product is added to this rank's
+    part, before ranks exchange parts. Adapters read plain rows."""
+
+    packs_rows = False
+
+    def __init__(self, inner: Exchange, adapters: Tensor) -> None:
+        self._inner = inner
+        self.parallel = inner.parallel
+        self.adapters = adapters
+
+    def product(self, weight: Weight, x: Activations, epilogue: Epilogue = NONE) -> Tensor:
+        if weight.adapters is None:
+            return weight.product(x, epilogue)
+        assert isinstance(x, Tensor)
+        out = weight.product(x)
+        weight.adapters.add(out, x, self.adapters)
+        if epilogue.up is not None:
+            return geglu(out, epilogue.up)
+        return out
+
+    def column_parallel(self, weight: Weight, x: Rows) -> Tensor:
+        out = self._inner.column_parallel(weight, x)
+        if weight.adapters is not None:
+            rows = x.rows if isinstance(x, GatheredRows) else x  # gathered rows are complete once their product is
+            weight.adapters.add(out, rows, self.adapters)
+        return out
+
+    def gated(self, weight: Weight, x: Rows, down: Weight) -> Activations | Pieces:
+        if weight.adapters is None and down.adapters is None:
+            return self._inner.gated(weight, x, down)
+        return geglu(self.column_parallel(weight, x))
+
+    def row_parallel(self, weight: Weight, x: Activations | Pieces) -> Part:
+        if weight.adapters is None:
+            return self._inner.row_parallel(weight, x)
+        assert isinstance(x, Tensor)
+        assert self.adapters is not None
+        if not isinstance(self._inner, OwnRows):
+            return self._adapted(weight, x, self.adapters)
+        pairs = zip(self._inner.cut(x), self._inner.cut(self.adapters), strict=True)
+        return (self._adapted(weight, piece, adapters) for piece, adapters in pairs)
+
+    def _adapted(self, weight: Weight, x: Tensor, adapters: Tensor) -> Tensor:
+        part = weight.product(x)
+        weight.adapters.add(part, x, adapters)
+        return part
+
+    def sum_norm(
+        self, part: Part, residual: Tensor | None, norms: Norms, scalar: Tensor | None = None, scale: float = 1.0
+    ) -> tuple[Tensor, Rows]:
+        return self._inner.sum_norm(part, residual, norms, scalar, scale)
+
+    def norm(
+        self, whole: Tensor, residual: Tensor | None, norms: Norms, scalar: Tensor | None = None, scale: float = 1.0
+    ) -> tuple[Tensor, Activations]:
+        return self._inner.norm(whole, residual, norms, scalar, scale)
+
+    def all_rows(self, x: Rows) -> Tensor:
+        return self._inner.all_rows(x)
+
+    def of_rows(self, rows: Tensor) -> Exchange:
+        assert self.adapters is not None
+        return AdaptedExchange(self._inner.of_rows(rows), self.adapters[rows])
+
+
+def exchange_over(peers: Peers, parallel: Parallel, eps: float, adapters: Tensor | None = None) -> Exchange:
+    """The exchange of a forward whose ranks have these inboxes or sequence-parallel norms. adapters: of its rows, where some have
+    one."""
+    if adapters is not None:
+        return AdaptedExchange(exchange_over(peers, parallel, eps), adapters)
     if isinstance(peers, AllReduceInbox):
         return InboxExchange(parallel, eps, peers)
     if peers is not None:

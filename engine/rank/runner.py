@@ -20,7 +20,7 @@ from itertools import islice, product
 import torch
 from torch import Tensor
 
-from engine.plan import DEPTH, StepPlan, encode_plan, read_plan
+from engine.plan import DEPTH, PlanView, StepPlan, encode_plan, read_plan
 from engine.protocol import MAX_ALTERNATIVES
 from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import StageGraphs
@@ -43,6 +43,7 @@ from engine.step_shapes import StepShapes, StepSizes
 class Runner:
     """Runs plans on one rank, and decides nothing. `engine.rank.builder` makes its stages.
 
+    adapted     its model has adapters: steps in which rows have some run as a second graph of the forward
     capturable  its steps can be captured as CUDA graphs;   graphs  of them, once they are captured
     """
 
@@ -55,6 +56,7 @@ class Runner:
     encode_stage: EncodeStage
     report_stage: ReportStage
     capturable: bool
+    adapted: bool
     graphs: StageGraphs | None = None
 
     @property
@@ -75,6 +77,9 @@ class Runner:
             for name in LARGEST_SAMPLERS[sizes.prompts > 0 :]:
                 graphs.warm(partial(self.repeat, sizes, name))
             state = graphs.capture(partial(self.forward_stage.padded, sizes), "forward", sizes)
+            if self.adapted:
+                graphs.warm(partial(self.forward_stage.padded, sizes, adapted=True))
+                graphs.capture(partial(self.forward_stage.padded_into, sizes, state), "adapted forward", sizes)
             for name in SAMPLERS:
                 graphs.capture(partial(self._sampled_by, name, *state), name, sizes)
         if self.draft_stage is not None:  # last: outputs are copied after drafts, whose graphs must not have their memory
@@ -105,6 +110,8 @@ class Runner:
     def repeat(self, sizes: StepSizes, sampler: str) -> None:
         """Run the plan uploaded last eagerly, padded to `sizes`, and after decode rows alone the drafts of the next step; on a
         GPU."""
+        if self.adapted:
+            self.forward_stage.padded(sizes, adapted=True)
         batch, hidden = self.forward_stage.padded(sizes)
         sampled = self._sampled_by(sampler, batch, hidden)
         if self.draft_stage is not None and not sizes.prompts:
@@ -158,6 +165,8 @@ class Runner:
         self.inputs.upload(plan)
         self.inputs.apply()
         batch = replace(self.inputs.batch(StepSizes.of(plan))[0], chunks=chunks_of(plan))
+        if self.adapted:
+            self.forward_stage.run(replace(self.inputs.with_adapters(batch), logit_rows=None))
         return batch, self.forward_stage.run(replace(batch, logit_rows=None))
 
     def _warm_samplers(self, batch: ForwardBatch, hidden: Tensor) -> None:
@@ -203,23 +212,31 @@ class Runner:
             self._encode(step)
         return step
 
+    def _is_adapted(self, plan: PlanView) -> bool:
+        """Whether a row of the plan has an adapter."""
+        slots = (plan.rows[:, 0], plan.chunks[:, 0])
+        return self.adapted and any(map(self.slots.have_adapters, slots))
+
     def _forward_padded(self, step: Forwarded, sizes: StepSizes) -> None:
         """Run the forward of the uploaded plan padded to `sizes`, as a graph if there is one."""
+        adapted = self._is_adapted(step.plan)
         if sizes.prompts and self.inputs.soft is not None:
             chunks = chunks_of(step.plan)
             self.inputs.set_media(self.encode_stage.soft_tokens(chunks), chunks)
         if self.graphs is None:
-            step.batch, step.hidden = self.forward_stage.padded(sizes)
+            step.batch, step.hidden = self.forward_stage.padded(sizes, adapted=adapted)
         else:
             step.captured = sizes
-            step.batch, step.hidden = self.graphs.replay("forward", sizes)
+            step.batch, step.hidden = self.graphs.replay("adapted forward" if adapted else "forward", sizes)
 
     def _forward_unpadded(self, step: Forwarded, sizes: StepSizes) -> None:
         """Run the forward of the uploaded plan, which has chunks, as it is, and what it reports of its prompts."""
         chunks = chunks_of(step.plan)
         soft = self.encode_stage.soft_tokens(chunks)
         step.scored = scored_rows(chunks, self.slots.prompt_scorings)
-        batch, step.batch, step.hidden = self.forward_stage.eager(sizes, chunks, soft, narrowed=not step.scored)
+        adapted = self._is_adapted(step.plan)
+        narrowed = not step.scored
+        batch, step.batch, step.hidden = self.forward_stage.eager(sizes, chunks, soft, narrowed=narrowed, adapted=adapted)
         if step.scored:
             step.prompts = self.sample_stage.prompt_logprobs(step.scored, batch, step.hidden)
             step.hidden = step.hidden[batch.logit_rows]

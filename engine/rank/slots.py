@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from engine.adapters import NO_ADAPTER
 from engine.plan import NUMBER_MASK, Admission
 from engine.protocol import MAX_STOP_IDS, SamplingParams
 from engine.rank.adjustments import Adjustments
@@ -31,6 +32,7 @@ class SlotState:
 
     ids     vocabulary ids whose logits this rank has;   drafts  tokens that a slot may have behind its last one
     padding          the padding rows' slot
+    adapters         int32 [slots], the adapter of each slot's sequence, -1: none
     prompt_scorings  by slot, what sequences report that ask for logprobs of their prompts
     """
 
@@ -46,6 +48,8 @@ class SlotState:
             floats=torch.zeros((slots + 1, 3), dtype=torch.float32, device=device),
             stop=torch.full((slots + 1, MAX_STOP_IDS), -1, dtype=torch.int32, device=device),
         )
+        self.adapters = torch.full((slots + 1,), NO_ADAPTER, dtype=torch.int32, device=device)
+        self._adapters = np.full(slots + 1, NO_ADAPTER, np.int32)
         self._numbers = np.zeros(slots, np.int32)
         self._logprobs: list[int | None] = [None] * slots
         self._filters = ["none"] * slots
@@ -57,12 +61,26 @@ class SlotState:
             return
         self.adjustments.admit(admissions)
         self._store(admissions)
+        self._set_adapters(admissions)
         for admission in admissions:
             slot, number, params = admission.slot, admission.number & NUMBER_MASK, admission.params
             self._numbers[slot], self._logprobs[slot], self._filters[slot] = number, params.logprobs, _filters(params)
             self.prompt_scorings.pop(slot, None)
             if params.prompt_logprobs is not None and admission.prompt > 1:
                 self.prompt_scorings[slot] = PromptScoring(number, admission.prompt, params.prompt_logprobs)
+
+    def _set_adapters(self, admissions: Sequence[Admission]) -> None:
+        """Store the adapters of new sequences; where none changes nothing is uploaded."""
+        given = self._adapters.copy()
+        for admission in admissions:
+            given[admission.slot] = admission.adapter
+        if (given != self._adapters).any():
+            self._adapters = given
+            self.adapters.copy_(uploaded(torch.from_numpy(given), self.device))
+
+    def have_adapters(self, slots: np.ndarray) -> bool:
+        """Whether the sequence of one of these slots has an adapter."""
+        return bool((self._adapters[slots] != NO_ADAPTER).any())
 
     def warm(self) -> None:
         """Compile the kernel of admissions, by one to the padding rows' slot that leaves it as it is."""

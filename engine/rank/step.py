@@ -87,6 +87,10 @@ class StepBuffers:
         soft = SoftTokens(self.soft.rows[:count], self.soft.values[:count])
         return replace(batch, soft=soft, last_seen=self._last_seen[:count])
 
+    def with_adapters(self, batch: ForwardBatch) -> ForwardBatch:
+        """Returns the batch with the adapters of its rows' slots. Capturable."""
+        return replace(batch, adapters=self._slots.adapters.index_select(0, batch.slots))
+
     def batch(self, sizes: StepSizes) -> tuple[ForwardBatch, ForwardBatch]:
         """Make the uploaded plan's chunk rows and after them its decode rows, padded to `sizes`; and a batch of the rows that give
         results, `sizes.width` a sequence (`logit_rows` of the first): the same one where there are no chunks. Lengths of sequences

@@ -6,13 +6,14 @@ gives `weight`, by which every product is right, or `matrix`, which kernels read
 """
 
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.weight_formats import WeightFormat
 from kernels.embed import embed
-from kernels.experts import experts
+from kernels.experts import AdaptedRows, adapted_experts, experts
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart
 from kernels.launch import PendingTensor
 from kernels.linear import GEGLU, NONE, Epilogue, linear, linear_gated, linear_parts, linear_send
@@ -29,6 +30,7 @@ class Weight(nn.Module):
 
     weight      its values in `dtype`
     packs_rows  its products read x as `kernels.packed.PackedRows`: whoever makes x may pack it
+    adapters    an `AdapterStack`, where adapters change the matrix (`engine.rank.adapter_stacks`)
     """
 
     weight: Tensor
@@ -38,6 +40,7 @@ class Weight(nn.Module):
         super().__init__()
         self.shape, self.dtype, self.device = shape, dtype, device
         self.stored: WeightFormat | None = None
+        self.adapters: Any = None
 
     def stored_as(self, stored: WeightFormat) -> "Weight":
         """The same matrix in that format, to be loaded."""
@@ -76,9 +79,16 @@ class Weight(nn.Module):
         """Write x W^T to every rank's inbox from the product's kernel. None, and nothing done, for more rows than pay."""
         return linear_send(x, self.matrix, inbox)
 
-    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, down: "Weight", dense: PendingTensor) -> Tensor:
-        """`kernels.experts` of this matrix, [G; U] of each expert, and `down`, in the same format."""
-        return experts(x, weights, chosen, self.matrix, down.matrix, dense)
+    def experts(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, down: "Weight", dense: PendingTensor, index: Tensor | None = None
+    ) -> Tensor:
+        """`kernels.experts` of this matrix, [G; U] of each expert, and `down`, in the same format. index: int32 [T], the adapter of
+        each row; None: no row has one."""
+        if index is None or (self.adapters is None and down.adapters is None):
+            return experts(x, weights, chosen, self.matrix, down.matrix, dense)
+        pair = None if self.adapters is None else self.adapters.of_experts()
+        last = None if down.adapters is None else down.adapters.of_experts()
+        return adapted_experts(x, weights, chosen, self.matrix, down.matrix, dense, AdaptedRows(index, pair, last))
 
     def rows(self, ids: Tensor, first: int, placeholders: Tensor, pad: int) -> Tensor:
         """`kernels.embed`: rows of this table, which begins at row `first` of the vocabulary's."""

@@ -7,6 +7,8 @@ time, which is what the host allows; `floor`, its bytes at the best read rate se
     --drafts 5 --accepted 4.42 each step verifies 5 drafts and gives so many tokens in the mean, whatever is drafted: random weights
                                accept nothing. `token`, milliseconds a token, a stream's; `verify` and `draft`, the device's
 
+    --adapters 8 --rank 16     each batch twice: without adapters, and with rows of so many in turn, on the matrices of --targets
+
     --tp 4                     four ranks on four GPUs
     --tp 4 --loopback          rank 0 of four on one GPU: its sums and choices go to itself: all but the wires
     --device cpu               everything but graphs, on nano shapes: a rehearsal
@@ -15,7 +17,7 @@ time, which is what the host allows; `floor`, its bytes at the best read rate se
 import argparse
 import json
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +39,7 @@ from tests.bench.profiling.decode_times import WARM_STEPS, lengths_kept, replay,
 from tests.bench.profiling.loopback import Loopback
 from tests.bench.shard_model import write_int4, write_shard
 from tests.support.engine import drafters
+from tests.support.engine.adapters import add_random
 
 
 def say(parallel: Parallel, text: str) -> None:
@@ -62,6 +65,8 @@ def build(args: argparse.Namespace, parallel: Parallel, device: torch.device) ->
         draft_stage.accept = drafters.accepting(drafters.rate(args.accepted, args.drafts), device)  # type: ignore[assignment]
         pages = pages_held(config.kv_groups, most, args.context, args.steps * config.widest)
         rank = load_rank(config, parallel, device, checked=False)
+        if args.adapters:
+            add_random(rank.model, args.adapters, args.rank, args.targets)
         bench = bare_rank.build(rank, pages, lambda text: say(parallel, text), args.batches)
     compile_ahead.end(compilers)
     return bench
@@ -127,7 +132,7 @@ def profile(bench: BareRank, parallel: Parallel, batch: int, args: argparse.Name
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as seen:
         for _ in range(3):
-            replay(graphs, rows, 1 + args.drafts)
+            replay(graphs, rows, 1 + args.drafts, "adapted forward" if bench.adapters else "forward")
             if args.drafts:
                 graphs.replay("draft", StepSizes.decoding(rows, 1 + args.drafts))
         torch.cuda.synchronize()
@@ -147,11 +152,17 @@ def run(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> N
     bench = build(args, parallel, device)
     if args.check:
         check_graphs(bench, parallel, args)
+    adapted = replace(bench, adapters=args.adapters)
+    if args.check and args.adapters:
+        check_graphs(adapted, parallel, args)
     step = 1
     for batch in args.batches:
         step = measure(bench, parallel, batch, args, step)
+        if args.adapters:
+            say(parallel, f"the same with {args.adapters} adapters of rank {args.rank}:")
+            step = measure(adapted, parallel, batch, args, step)
         if args.profile and batch in args.profile:
-            profile(bench, parallel, batch, args)
+            profile(adapted, parallel, batch, args)
 
 
 def main() -> None:
@@ -165,6 +176,9 @@ def main() -> None:
     parser.add_argument("--shard-of", type=int, default=1, metavar="N", help="a rank's shard of N, as a model of its own")
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--accepted", type=float, default=1.0, help="tokens of a step with drafts, in the mean")
+    parser.add_argument("--adapters", type=int, default=0, help="adapters that rows have in turn, timed after none")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--targets", default=r"_proj\.weight$", help="a regex of the matrices that they change")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 100])
     parser.add_argument("--context", type=int, default=1024)

@@ -97,7 +97,7 @@ PARAMS = st.builds(
 
 
 TOKENS = st.lists(INT32, max_size=40)
-ADMISSION = lists(Admission, INT32, st.integers(0, 2**63 - 1), TOKENS, SMALL, PARAMS, SMALL)
+ADMISSION = lists(Admission, INT32, st.integers(0, 2**63 - 1), TOKENS, SMALL, PARAMS, SMALL, st.integers(-1, 63))
 PLANS = st.builds(
     StepPlan, step=st.integers(0, 2**64 - 1), stop=st.booleans(), releases=lists(PageRelease, INT32, INT32, INT32, INT32),
     admissions=ADMISSION, appends=lists(PageAppend, INT32, INT32, INT32, INT32), zeros=lists(PageZero, INT32, INT32),

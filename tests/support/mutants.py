@@ -62,7 +62,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("priority-is-ignored", "engine/core/test_policy.py engine/core/test_scheduler.py",
          "(request.priority, self.counters.received)", "(0, self.counters.received)"),
         ("tenants-share-a-cache", "engine/core/test_tenants.py engine/core/test_prefix.py",
-         "root_key(request.salt)", 'root_key("")'),
+         "root_key(request.salt, request.adapter)", "root_key('', request.adapter)"),
         ("slots-leak", "engine/core/test_scheduler.py", "self.free_slots.append(sequence.leave())", "sequence.leave()"),
         ("failed-requests-counted-as-finished", "engine/core/test_scheduler.py",
          "elif output.finish is FinishReason.error:", "elif False:"),

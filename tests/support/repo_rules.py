@@ -16,10 +16,10 @@ from _pytest.mark.expression import Expression
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kernels", "engine", "cluster", "deploy", "dashboards")
-_LEAF_NAMES = ("architectures", "config", "checkpoint", "kv_events", "weight_formats", "geometry", "vision_geometry",
-               "audio_geometry", "media_geometry", "memory", "logit_adjustments", "protocol", "plan", "rank_status", "channel",
-               "lifeline", "matcher", "pieces", "step_masks", "step_media", "step_shapes", "quantisation", "events", "errors",
-               "attention")  # fmt: skip
+_LEAF_NAMES = ("adapters", "architectures", "config", "checkpoint", "kv_events", "weight_formats", "geometry",
+               "vision_geometry", "audio_geometry", "media_geometry", "memory", "logit_adjustments", "protocol", "plan",
+               "rank_status", "channel", "lifeline", "matcher", "pieces", "step_masks", "step_media", "step_shapes",
+               "quantisation", "events", "errors", "attention")  # fmt: skip
 LEAVES = frozenset(f"engine.{name}" for name in _LEAF_NAMES)
 CONTROL = frozenset(
     {"engine.core", "engine.front", "cluster", "deploy", "deploy.edge", "deploy.models", "deploy.cli", "dashboards"}

@@ -69,7 +69,7 @@ class LayerStep:
         batch = replace(batch, pages=pages, width=width)
         ple = None if self.ple is None else self.ple[rows]
         plan = self.attention.prepare(batch)
-        return replace(self, batch=batch, plan=plan, exchange=self.exchange.of_few_rows(), ple=ple)
+        return replace(self, batch=batch, plan=plan, exchange=self.exchange.of_rows(rows), ple=ple)
 
 
 class Attention(nn.Module):
@@ -145,21 +145,23 @@ class Block(nn.Module):
 
     def _behind_attention(self, part: Part, h: Tensor, next_norm: PreNorm, step: LayerStep) -> tuple[Tensor, Rows]:
         norms = self.norms
-        pre_mlp = PreNorm(norms["pre_mlp"], self.mlp.gate_up.packs_rows)
+        pre_mlp = PreNorm(norms["pre_mlp"], self.mlp.gate_up.packs_rows and step.exchange.packs_rows)
         h, x = step.exchange.sum_norm(part, h, pre_mlp.after(norms["post_attention"]))
         after, scalar = (next_norm, self.scalar) if step.ple is None else (PreNorm(None), None)
         if self._moe:
             assert isinstance(x, Activations)
-            dense = beside(partial(self.mlp.local, x), x)
-            weights, chosen, inner = self.router(h, norms["pre_experts"])
-            both = self.experts(inner, weights, chosen, dense)  # parts side by side: normed apart, then added
+            dense = beside(partial(self.mlp.local, x, step.exchange), x)
+            adapters = step.exchange.adapters
+            weights, chosen, inner = self.router(h, norms["pre_experts"], adapters)
+            both = self.experts(inner, weights, chosen, dense, adapters)  # parts side by side: normed apart, then added
             halves = (norms["post_dense"], norms["post_experts"])
             h, x = step.exchange.sum_norm(both, h, after.after(norms["post_mlp"], halves), scalar)
         else:
             h, x = step.exchange.sum_norm(self.mlp(x, step.exchange), h, after.after(norms["post_mlp"]), scalar)
         if step.ple is None:
             return h, x
-        p = self.ple_out.product(self.ple_gate.product(h, gelu_times(step.ple[:, self._index])))
+        inner = step.exchange.product(self.ple_gate, h, gelu_times(step.ple[:, self._index]))
+        p = step.exchange.product(self.ple_out, inner)
         return step.exchange.norm(p, h, next_norm.after(norms["post_ple"]), self.scalar)
 
 
@@ -206,7 +208,7 @@ class Embedding(nn.Module):
             h, x = exchange.sum_norm(rows, None, norms, scale=scale)
             return h, x, None
         h, x = exchange.norm(rows, None, norms, scale=scale)
-        context = self.ple_projection.product(h)
+        context = exchange.product(self.ple_projection, h)
         ple = per_layer_inputs(context, ple.contiguous(), self.ple_norm, geometry.eps, geometry.hidden**-0.5, self._ple_scale)
         return h, x, ple
 
@@ -232,8 +234,10 @@ class Gemma4(Model):
         return exchange.all_rows(x)
 
     def states(self, batch: ForwardBatch, attention: AttentionBackend, peers: Peers = None) -> tuple[Tensor, Tensor]:
-        exchange = exchange_over(peers, self.parallel, self.geometry.eps)
+        exchange = exchange_over(peers, self.parallel, self.geometry.eps, batch.adapters)
         norms = pre_norms(self.blocks, self.norm)
+        if not exchange.packs_rows:
+            norms = [norm._replace(packs=False) for norm in norms]
         if batch.logit_rows is not None:  # this layer narrows, and needs h of those rows on every rank, which x is without a norm
             norms[self._last_stored] = PreNorm(None)
         h, x, ple = self.embedding(batch.ids, norms[0], exchange, batch.soft)

@@ -6,6 +6,7 @@ several ranks. Weights are made empty; `engine.rank.load` fills them.
 """
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from engine.rank.products import Exchange, Part, Rows
 from engine.rank.shard import Shard
 from kernels.launch import PendingTensor
 from kernels.linear import FP32
+from kernels.norm import rms_norm
 from kernels.packed import Activations
 from kernels.route import route, router_logits, router_parts
 
@@ -58,9 +60,11 @@ class Mlp(nn.Module):
     def forward(self, x: Rows, exchange: Exchange) -> Part:
         return exchange.row_parallel(self.down, exchange.gated(self.gate_up, x, self.down))
 
-    def local(self, x: Activations) -> Tensor:
+    def local(self, x: Activations, exchange: Exchange) -> Tensor:
         """This rank's part as a tensor [T, hidden]."""
-        return self.down.product(self.gate_up.gated(x, self.down))
+        inner = exchange.gated(self.gate_up, x, self.down)
+        assert isinstance(inner, Activations)
+        return exchange.product(self.down, inner)
 
 
 class Router(nn.Module):
@@ -72,6 +76,7 @@ class Router(nn.Module):
         self.proj = shard.parameter(moe.experts, hidden, dtype=torch.float32)
         self.scale = shard.parameter(hidden, dtype=torch.float32)
         self.per_expert_scale = shard.parameter(moe.experts, dtype=torch.float32)
+        self.adapters: Any = None  # an `AdapterStack`, where adapters change `proj`
 
     @cached_property
     def _parts(self) -> Tensor:
@@ -81,9 +86,13 @@ class Router(nn.Module):
             torch.cuda.current_stream().synchronize()
         return parts
 
-    def forward(self, h: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """h [T, hidden], the raw residual -> (weights fp32, experts int32), [T, top_k] each, and h normed by `norm`."""
+    def forward(self, h: Tensor, norm: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """h [T, hidden], the raw residual -> (weights fp32, experts int32), [T, top_k] each, and h normed by `norm`. index: int32
+        [T], the adapter of each row; None: no row has one."""
         logits, x = router_logits(h, self._parts, norm, self._eps)
+        if self.adapters is not None and index is not None:
+            scaled = rms_norm(h, None, self._eps, torch.float32) * self.scale * h.shape[1] ** -0.5
+            self.adapters.add(logits, scaled, index)
         return *route(logits, self.per_expert_scale, self._top_k), x
 
 
@@ -96,6 +105,9 @@ class Experts(nn.Module):
         self.gate_up = shard.matrix(moe.experts, 2 * share, hidden)
         self.down = shard.matrix(moe.experts, hidden, share)
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, dense: PendingTensor) -> Tensor:
-        """x and what `dense` gives [T, hidden], weights and chosen [T, top_k] -> [T, 2 hidden]: dense's part, the experts'."""
-        return self.gate_up.experts(x, weights, chosen, self.down, dense)
+    def forward(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, dense: PendingTensor, index: Tensor | None = None
+    ) -> Tensor:
+        """x and what `dense` gives [T, hidden], weights and chosen [T, top_k] -> [T, 2 hidden]: dense's part, the experts'. index
+        as in `Router`."""
+        return self.gate_up.experts(x, weights, chosen, self.down, dense, index)

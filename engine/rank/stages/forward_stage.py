@@ -55,26 +55,42 @@ class ForwardStage:
     inboxes: Inboxes | None
     pages: PageCheck | None
 
-    def padded(self, sizes: StepSizes) -> tuple[ForwardBatch, Tensor]:
-        """Returns inputs and final hidden rows of the uploaded plan's result rows, padded to `sizes`. Capturable."""
-        batch, ends = self._inputs_of(sizes)
+    def padded(self, sizes: StepSizes, *, adapted: bool = False) -> tuple[ForwardBatch, Tensor]:
+        """Returns inputs and final hidden rows of the uploaded plan's result rows, padded to `sizes`. adapted: some rows have
+        adapters. Capturable."""
+        batch, ends = self._inputs_of(sizes, adapted=adapted)
         return ends, self.run(self.inputs.with_media(batch))
 
+    def padded_into(self, sizes: StepSizes, state: tuple[ForwardBatch, Tensor]) -> tuple[ForwardBatch, Tensor]:
+        """Run the forward of rows with adapters; its result takes the place of that of `padded` without, `state`, which stages
+        after it were captured with. Capturable."""
+        _, hidden = self.padded(sizes, adapted=True)
+        state[1].copy_(hidden)
+        return state
+
     def eager(
-        self, sizes: StepSizes, chunks: tuple[Chunk, ...], soft: SoftTokens | None, *, narrowed: bool = True
+        self,
+        sizes: StepSizes,
+        chunks: tuple[Chunk, ...],
+        soft: SoftTokens | None,
+        *,
+        narrowed: bool = True,
+        adapted: bool = False,
     ) -> tuple[ForwardBatch, ForwardBatch, Tensor]:
         """Run the forward of the uploaded plan, which has chunks, unpadded. Returns all its rows, those that give results, and
         final hidden rows: of those, or of all rows where they are not `narrowed`."""
-        batch, ends = self._inputs_of(sizes)
+        batch, ends = self._inputs_of(sizes, adapted=adapted)
         batch = replace(batch, chunks=chunks, soft=soft)
         return batch, ends, self.run(batch if narrowed else replace(batch, logit_rows=None))
 
-    def _inputs_of(self, sizes: StepSizes) -> tuple[ForwardBatch, ForwardBatch]:
+    def _inputs_of(self, sizes: StepSizes, *, adapted: bool) -> tuple[ForwardBatch, ForwardBatch]:
         """Apply the uploaded plan; returns its rows, and those that give results."""
         self.inputs.apply()
         batch, ends = self.inputs.batch(sizes)
         if self.pages is not None:
             self.pages.check(batch)
+        if adapted:
+            batch = self.inputs.with_adapters(batch)
         return batch, ends
 
     def run(self, batch: ForwardBatch) -> Tensor:

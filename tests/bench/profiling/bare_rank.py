@@ -33,9 +33,10 @@ def pages_held(groups: Sequence[KVGroup], batch: int, context: int, steps: int) 
 
 @dataclass(frozen=True)
 class BareRank(Rank):
-    """A loaded rank and its runner."""
+    """A loaded rank and its runner. adapters: sequences have one of so many, in turn; 0: they have none."""
 
     runner: Runner = field(kw_only=True)
+    adapters: int = field(default=0, kw_only=True)
 
     @property
     def cache(self) -> KVCache:
@@ -45,6 +46,8 @@ class BareRank(Rank):
         """Plan `step`: `batch` sequences of `context` tokens whose K and V are there; each decodes its last one."""
         slots, end = list(range(batch)), context + steps + _SPARE
         plan = admission_plan(self.cache, self.geometry.vocab, slots, context, context - 1, end)
+        for index, admission in enumerate(plan.admissions if self.adapters else ()):
+            plan.admissions[index] = admission._replace(adapter=index % self.adapters)
         return msgspec.structs.replace(plan, step=step, rows=single_rows(slots))
 
     def run(self, plans: Sequence[bytes]) -> tuple[list[bytes], float]:

@@ -42,7 +42,10 @@ def time_step(rank: BareRank, batch: int, context: int, steps: int, step: int) -
     with lengths_kept(rank):
         _, seconds = rank.run(plans)
     graphs = rank.runner.graphs
-    graph_ms = None if graphs is None else replay_ms(rank, partial(replay, graphs, rank.runner.shapes.sequences_of(batch)), steps)
+    graph_ms = None
+    if graphs is not None:
+        forward = "adapted forward" if rank.adapters else "forward"
+        graph_ms = replay_ms(rank, partial(replay, graphs, rank.runner.shapes.sequences_of(batch), forward=forward), steps)
     floor_ms = 1e3 * rank.step_bytes(batch, context) / READ_RATE
     return StepTime(batch, context, 1e3 * seconds / len(plans), graph_ms, floor_ms)
 
@@ -62,10 +65,10 @@ def replay_ms(rank: BareRank, step: Callable[[], object], steps: int) -> float:
     return min(times)
 
 
-def replay(graphs: StageGraphs, rows: int, width: int = 1) -> None:
+def replay(graphs: StageGraphs, rows: int, width: int = 1, forward: str = "forward") -> None:
     """A decode step without its drafts."""
     sizes = StepSizes.decoding(rows, width)
-    graphs.replay("forward", sizes)
+    graphs.replay(forward, sizes)
     graphs.replay("argmax", sizes)
 
 

@@ -100,7 +100,7 @@ def test_a_tenant_learns_nothing_of_another() -> None:
     assert differences(seeds) == 0
 
 
-def unsalted(salt: str) -> bytes:
+def unsalted(salt: str, adapter: int) -> bytes:
     """Planted fault: keys without their salt."""
     return root_key("")
 

@@ -7,7 +7,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -65,6 +65,7 @@ class Edge:
         max_len: int = 256,
         media: frozenset[MediaKind] = frozenset(),
         row_samples: int = 0,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         self.core = ScriptedCore()
         self.events: list[Event] = []
@@ -75,6 +76,7 @@ class Edge:
         self._defaults = Defaults.read(folder)
         self._keys = keys
         self._served: dict[str, Any] = {"vocab": vocab, "max_len": max_len, "media_kinds": media, "row_samples": row_samples}
+        self._served["adapters"] = adapters or {}
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="edge")
 

@@ -19,12 +19,14 @@ from tests.support.engine.outputs import outputs
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how it samples. `leave_after` that many tokens the reader aborts; None: it stays to the end."""
+    """A prompt and how it samples. `leave_after` that many tokens the reader aborts; None: it stays to the end. `adapter`: its
+    index, -1: none."""
 
     prompt: list[int]
     params: SamplingParams
     leave_after: int | None = None
     media: tuple[MediaItem, ...] = ()
+    adapter: int = -1
 
 
 @dataclass
@@ -84,7 +86,7 @@ async def attached(group: Group) -> AsyncIterator[tuple[EngineClient, Figures]]:
 async def ask(client: EngineClient, request: Request) -> Answer:
     """One request to its end; GenerationFailed and EngineDead are raised."""
     answer = Answer()
-    stream = client.generate(request.prompt, request.params, media=request.media)
+    stream = client.generate(request.prompt, request.params, media=request.media, adapter=request.adapter)
     leave = request.leave_after
     if leave == 0:
         await asyncio.sleep(0.002 * (stream.id % 20))  # in the queue, in its prefill, now and then later

@@ -137,8 +137,10 @@ def run_steps(
     plant_fault: PlantFault | None = None,
     poison: float = math.nan,
     backend: Backend = attention_backend,
+    adapters: Sequence[int] | None = None,
 ) -> Logits:
-    """Run the steps on one rank. `plant_fault(step number, cache)` runs before each step; `poison` fills released pages."""
+    """Run the steps on one rank. `plant_fault(step number, cache)` runs before each step; `poison` fills released pages;
+    `adapters`: of each slot, -1: none."""
     found = {}
     most = max(len(step.wanted) + len(step.decodes) for step in steps)
     attention = backend(None, model.geometry, cache, model.parallel.size, (max(1, most),))
@@ -151,6 +153,8 @@ def run_steps(
         if plant_fault is not None:
             plant_fault(number, cache)
         batch = _batch(step, ids, model, cache)
+        if adapters is not None:
+            batch = replace(batch, adapters=torch.tensor(adapters, dtype=torch.int32)[batch.slots])
         hidden = model.states(batch, attention)[1]
         assert hidden.shape[0] == len(step.wanted)
         logits = model.parallel.all_gather(model.head.logits(hidden))[:, : model.geometry.vocab] if len(step.wanted) else hidden

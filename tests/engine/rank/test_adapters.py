@@ -1,0 +1,175 @@
+"""Adapters against transformers in fp32, whose weights they are merged into: rows of two adapters and of none in each step."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.geometry import Geometry, read_geometry
+from engine.quantisation import read_quantisation
+from engine.rank.adapter_stacks import load_adapters
+from engine.rank.load.loader import load
+from engine.rank.models.gemma4 import Gemma4
+from engine.rank.models.gemma4_weights import TENSORS
+from engine.rank.parallel import Parallel, Single
+from tests.conftest import Nano
+from tests.support.engine.adapters import Recipe, merge, write
+from tests.support.engine.paged import Logits, caches, run_steps, script
+from tests.support.engine.threads import run_ranks
+from tests.support.judge.oracle import Verdict, judge, load_oracle, soft_cap
+
+pytestmark = pytest.mark.cpu
+
+TOLERANCE = 1e-4  # fp32
+FAULT = 100 * TOLERANCE
+PAGES = 40
+LENGTHS = ((70, 5), (41, 6), (55, 5))
+SLOTS = (0, -1, 1)  # the adapter of each slot
+
+FIRST = Recipe(1, rank=8, experts="fused")
+SECOND = Recipe(
+    2,
+    rank=5,
+    experts="each",
+    prefix="base_model.model.model.language_model.",
+    settings={"use_rslora": True, "rank_pattern": {"o_proj": 17}, "alpha_pattern": {r"layers\.1\..*": 9.0}},
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A member with two adapters, and transformers' verdict on each slot's sequence."""
+
+    folder: Path
+    geometry: Geometry
+    adapters: Mapping[str, str]
+    ids: tuple[Tensor, ...]
+    verdicts: tuple[Verdict, ...]
+    weights: str = "auto"
+
+    def model(self, parallel: Parallel) -> Gemma4:
+        model = Gemma4(self.geometry, parallel, torch.float32, torch.device("cpu"))
+        load(model, TENSORS, self.folder, read_quantisation(self.folder, self.weights))
+        load_adapters(model, TENSORS, self.adapters)
+        return model
+
+    def run(self, parallel: Parallel, slots: tuple[int, ...] = SLOTS) -> Logits:
+        steps = script(self.geometry, LENGTHS, PAGES, 3, whole=False)
+        cache = caches(self.geometry, parallel.size, len(LENGTHS), 80, PAGES)
+        return run_steps(self.model(parallel), cache, steps, self.ids, adapters=slots)
+
+    def error(self, found: Logits, verdicts: tuple[Verdict, ...] | None = None) -> float:
+        """The largest difference of logits where no router's near tie has come before."""
+        theirs = verdicts or self.verdicts
+        sure = [place for place in found if place[1] < theirs[place[0]].sure]
+        assert len(sure) >= 0.3 * len(found), (len(sure), len(found))
+        ours = soft_cap(torch.stack([found[place] for place in sure]), self.geometry.softcap)
+        right = torch.stack([theirs[slot].logits[position] for slot, position in sure])
+        return (ours - right).abs().nan_to_num(torch.inf).max().item()
+
+
+def verdicts_of(folder: Path, adapters: Mapping[str, str], ids: tuple[Tensor, ...], fault: str = "") -> tuple[Verdict, ...]:
+    """Transformers' of each slot, with its adapter merged."""
+    folders = list(adapters.values())
+    models = [merge(load_oracle(folder), Path(each), fault) for each in folders]
+    models.append(load_oracle(folder))  # the last is -1's
+    return tuple(judge(models[adapter], row) for adapter, row in zip(SLOTS, ids, strict=True))
+
+
+@pytest.fixture(scope="module")
+def case(nano: Nano, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    @cache
+    def make(member: str) -> Case:
+        folder = nano(member)
+        geometry = read_geometry(folder)
+        oracle = load_oracle(folder)
+        made = tmp_path_factory.mktemp("adapters")
+        adapters = {recipe.prefix: str(write(made / str(recipe.seed), oracle, recipe)) for recipe in (FIRST, SECOND)}
+        generator = torch.Generator().manual_seed(12)
+        ids = tuple(torch.randint(3, geometry.vocab, (sum(length),), generator=generator) for length in LENGTHS)
+        return Case(folder, geometry, adapters, ids, verdicts_of(folder, adapters, ids))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("member", "tp"), [("31b", 1), ("31b", 2), ("31b", 4), ("26b-a4b", 1), ("26b-a4b", 2), ("26b-a4b", 4), ("e2b", 1), ("e2b", 2)]
+)
+def test_logits_are_those_of_merged_weights(case: Callable[[str], Case], member: str, tp: int) -> None:
+    """Two adapters on every kind of matrix, of other ranks, and a row of none, in chunks and decode rows, on every rank."""
+    it = case(member)
+    if tp == 1:
+        found = it.run(Single())
+    else:
+        found, *others = run_ranks(tp, it.run)
+        assert all(torch.equal(other[place], row) for other in others for place, row in found.items())
+    error = it.error(found)
+    print(f"{member} TP={tp}: max error {error:.1e}")
+    assert error < TOLERANCE
+
+
+@pytest.mark.parametrize("member", ["31b", "26b-a4b", "e2b"])
+def test_rows_with_anothers_adapter_show(case: Callable[[str], Case], member: str) -> None:
+    """Planted faults: no row has its adapter; the two are taken for each other."""
+    it = case(member)
+    assert it.error(it.run(Single(), (-1, -1, -1))) > FAULT
+    assert it.error(it.run(Single(), (1, -1, 0))) > FAULT
+
+
+@pytest.mark.parametrize(
+    ("member", "fault"),
+    [("31b", "alpha"), ("31b", "swapped"), ("31b", "v"), ("26b-a4b", "swapped"), ("26b-a4b", "expert slowest"), ("e2b", "alpha")],
+)
+def test_a_wrong_merge_shows(case: Callable[[str], Case], member: str, fault: str) -> None:
+    """Planted faults, in what is compared with: alpha is left out, gate and up are swapped, the expert's index in B is slowest, V
+    of layers whose V is K's product lacks what is added to K."""
+    it = case(member)
+    wrong = verdicts_of(it.folder, it.adapters, it.ids, fault)
+    assert it.error(it.run(Single()), wrong) > FAULT
+
+
+@pytest.mark.parametrize("rank", [1, 16, 64])
+def test_each_rank_is_exact(nano: Nano, tmp_path: Path, rank: int) -> None:
+    """Ranks of 1, of a kernel's tile and of several; the same adapter with an eighth of its alpha is another."""
+    folder = nano("12b")
+    recipe = Recipe(rank, rank=rank, alpha=2.0 * rank)
+    oracle = load_oracle(folder)
+    adapters = {"one": str(write(tmp_path / "one", oracle, recipe))}
+    adapters["other"] = str(write(tmp_path / "other", oracle, replace(recipe, alpha=0.25 * rank)))
+    generator = torch.Generator().manual_seed(rank)
+    geometry = read_geometry(folder)
+    ids = tuple(torch.randint(3, geometry.vocab, (sum(length),), generator=generator) for length in LENGTHS)
+    it = Case(folder, geometry, adapters, ids, verdicts_of(folder, adapters, ids))
+    assert it.error(it.run(Single())) < TOLERANCE
+    assert it.error(it.run(Single(), (1, -1, 0))) > FAULT
+
+
+def test_a_step_of_no_adapter_is_the_models(case: Callable[[str], Case]) -> None:
+    """Rows without adapters have the model's own bits, beside rows that have them; with the index of an adapter they have not."""
+    it = case("31b")
+    alone = it.run(Single(), (-1, -1, -1))
+    mixed = it.run(Single())
+    assert all(torch.equal(alone[place], row) for place, row in mixed.items() if place[0] == 1)
+    assert not any(torch.equal(alone[place], row) for place, row in mixed.items() if place[0] == 0)
+
+
+def test_packed_weights_take_adapters(case: Callable[[str], Case]) -> None:
+    """Over FP8 weights adapters add what they add over plain ones: logits differ from those of merged weights by FP8's own error,
+    a tenth of what they differ by without the adapters."""
+    it = replace(case("31b"), weights="fp8")
+    with_adapters, without = it.run(Single()), it.run(Single(), (-1, -1, -1))
+    alone = max(spread(it, with_adapters, slot) for slot in (0, 2))
+    print(f"FP8 with adapters: {alone:.3f} of the spread; without: {min(spread(it, without, slot) for slot in (0, 2)):.3f}")
+    assert alone < 0.1 * min(spread(it, without, slot) for slot in (0, 2))
+
+
+def spread(it: Case, found: Logits, slot: int) -> float:
+    """The mean square of the logits' differences, as a part of theirs about their mean."""
+    rows = {place[1]: row for place, row in found.items() if place[0] == slot}
+    ours = soft_cap(torch.stack(list(rows.values())), it.geometry.softcap)
+    right = it.verdicts[slot].logits[list(rows)]
+    return ((ours - right).square().mean() / right.var()).item()
