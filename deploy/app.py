@@ -156,7 +156,7 @@ class Quartet:
         alike = {name: getattr(settings, name) for name in ServiceSettings.__struct_fields__ if hasattr(settings, name)}
         told = served_names(os.environ)
         served = ServiceSettings(
-            others=tuple((other.name, other.max_len) for other in told if other.name not in settings.names),
+            others=tuple((other.name, other.max_len) for other in told if other.name not in settings.served),
             vocab=config.geometry.vocab,
             defaults=Defaults.read(folder),
             media_kinds=media_kinds(self._encoders, text),

@@ -92,7 +92,7 @@ def guard(models: Mapping[str, Settings], host: str) -> dict[str, str]:
     """Returns what the guard around Serve and HAProxy read, where the API listens at `host`. `models`: by route prefix."""
     settings = models["/"]
     keys = settings.keys
-    names = [ServedName(name, prefix, model.max_len) for prefix, model in models.items() for name in model.names]
+    names = [ServedName(name, prefix, model.max_len) for prefix, model in models.items() for name in model.served]
     values = {
         LIMITS_VARIABLE: guard_limits(settings.limits, host, keys=keys.needed),
         ROUTING_VARIABLE: routing_of(settings.conversations, settings.max_seqs, settings.limits.body_timeout_s, names),

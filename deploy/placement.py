@@ -25,8 +25,9 @@ def place(settings: Settings) -> EngineConfig:
 def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path], *, has_gpus: bool) -> EngineConfig:
     """Makes the engine's own settings for the model in `folder`, on a node with GPUs or without. `drafter_of`: from the assistant's
     name to its folder."""
-    if settings.name in settings.adapters:
-        raise ConfigError(f"adapters.{settings.name}: clients call the model itself so")
+    for name in settings.names:
+        if name in settings.adapters:
+            raise ConfigError(f"adapters.{name}: clients call the model itself so")
     mtp = settings.mtp
     drafter = drafter_folder(mtp, drafter_of)
     config = engine_config(

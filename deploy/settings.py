@@ -114,6 +114,11 @@ class Settings(EngineSettings, kw_only=True):
         return self.names[0]
 
     @property
+    def served(self) -> tuple[str, ...]:
+        """What a request's `model` may be: names of the model and of its adapters."""
+        return (*self.names, *self.adapters)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """What clients may call the model."""
         if isinstance(self.served_model_name, str):
@@ -278,7 +283,7 @@ def read_models(config: ServeConfig, source: str) -> dict[str, Settings]:
         for key in ("limits", "keys", "conversations"):
             if getattr(settings, key) != getattr(models["/"], key):
                 raise ConfigError(f"{at}: {key}: expected those of the application at /, as the guard before all has one set")
-        for name in settings.names:
+        for name in settings.served:
             if owners.setdefault(name, prefix) != prefix:
                 raise ConfigError(f"{at}: served_model_name: {name} is a name of two applications")
     return models

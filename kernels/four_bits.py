@@ -149,10 +149,16 @@ def load_words(weight, scale, zero, row, k, K: constexpr, GROUP: constexpr, BK: 
     words = tl.load(weight + row * (K // 8) + word, (word < K // 8) | (K % BK == 0), 0, eviction_policy="evict_first")
     factor = tl.load(scale + row * GROUPS + group, inside, 0.0)
     PAIRS: constexpr = scale.dtype.element_ty == tl.bfloat16 and not INTERPRET
-    factor = _twice(factor) if PAIRS else factor.to(tl.float32)
+    if PAIRS:
+        factor = _twice(factor)
+    else:
+        factor = factor.to(tl.float32)
     first, second = _by_half(factor, GROUP)
     if zero is None:
-        low = tl.full(words.shape, -1022835960 if PAIRS else 136, tl.int32 if PAIRS else tl.float32)  # -136 twice
+        if PAIRS:
+            low = tl.full(words.shape, -1022835960, tl.int32)  # -136 twice
+        else:
+            low = tl.full(words.shape, 136.0, tl.float32)
         high = low
     else:
         offset = _offsets(zero, row, group, inside, GROUPS)

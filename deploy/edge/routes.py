@@ -178,7 +178,8 @@ def _check_media_type(request: Request, media_type: str, origins: Sequence[str])
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    settings, since = service.settings, int(time.time())
+    settings = service.settings
+    since = int(time.time())
     own = [(name, settings.max_len, {"weights": settings.weight_format}) for name in settings.names]
     others: list[tuple[str, int, JsonObject]] = [(name, max_len, {}) for name, max_len in settings.others]
     cards: dict[str, JsonObject] = {

@@ -30,15 +30,15 @@ ROOMS = (
 # feature replaced. The goal of the product for the same features: 215 000 tokens, of them 90 000 of the engine.
 BOUNDS = {
     "engine/core": 22_010,
-    "engine/rank": 49_267,
+    "engine/rank": 53_990,
     "engine/front": 24_357,
-    "engine": 22_302,
-    "kernels": 66_335,
+    "engine": 23_148,
+    "kernels": 68_936,
     "cluster": 5_375,
     "deploy/edge": 49_988,
     "deploy": 21_773,
     "dashboards": 5_574,
-    "tests": 579_111,
+    "tests": 589_544,
 }
 _COUNTED = frozenset({tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
