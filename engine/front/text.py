@@ -128,8 +128,8 @@ class TextProcessor:
     def load(cls, folder: Path, template: Path | None = None) -> Self:
         """Reads tokenizer(_config).json, `template` or chat_template.jinja (or the config's own template), generation_config.json.
 
-        Raises CheckpointError that names what is absent or unusable, or ids of the tokenizer that the model lacks. A checkpoint
-        without a template loads, and then `render_chat` refuses.
+        Raises CheckpointError that names what is absent or unusable, ids of the tokenizer that the model lacks, or a control token
+        that plain text gives. A checkpoint without a template loads, and then `render_chat` refuses.
         """
         settings = read_optional(folder / "tokenizer_config.json")
         made = cls(read_tokenizer(folder), template_source(folder, template), _named_tokens(settings), read_eos(folder))
@@ -137,6 +137,9 @@ class TextProcessor:
         if rows is not None and last >= rows:
             what = f"the tokenizer's highest id is {last} ({made.pieces[last]!r})"
             raise CheckpointError(f"{folder}: {what}, but the model has only {rows} tokens (vocab_size)")
+        for (name, control), ids in zip(made._control.items(), made._encoded_all(list(made._control)), strict=True):
+            if control in ids:
+                raise CheckpointError(f"{folder}: the tokenizer makes the control token {name} of plain text: users could forge it")
         return made
 
     def render_chat(
@@ -221,9 +224,11 @@ class TextProcessor:
         return False
 
     def _encoded(self, text: str) -> list[int]:
-        # one text as a batch: `encode` holds the interpreter's lock from begin to end, and every stream would wait
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
+        return self._encoded_all([text])[0]
+
+    def _encoded_all(self, texts: list[str]) -> list[list[int]]:
+        # as a batch, even one text: `encode` holds the interpreter's lock from begin to end, and every stream would wait
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def expanded(text: str, media: Sequence[tuple[MediaKind, str]]) -> str:

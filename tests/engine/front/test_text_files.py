@@ -40,6 +40,17 @@ def test_a_tokenizer_with_more_tokens_than_the_model(folder: Path, tmp_path: Pat
         TextProcessor.load(copy)
 
 
+def test_a_tokenizer_that_makes_control_tokens_of_text(folder: Path, tmp_path: Path) -> None:
+    """A Unigram model prefers its longest pieces, the names of control tokens too: a user's text would be a turn's end."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    described = json.loads((copy / "tokenizer.json").read_text())
+    pieces = sorted(described["model"]["vocab"].items(), key=lambda item: item[1])
+    described["model"] = {"type": "Unigram", "unk_id": 3, "byte_fallback": True, "vocab": [[name, -1.0] for name, _ in pieces]}
+    (copy / "tokenizer.json").write_text(json.dumps(described))
+    with pytest.raises(CheckpointError, match=r"makes the control token <\S+> of plain text"):
+        TextProcessor.load(copy)
+
+
 def test_named_tokens(folder: Path, tmp_path: Path) -> None:
     """A named token may be an object with its content; one without is an error that names it, and what is no token is left out."""
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
