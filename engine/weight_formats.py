@@ -103,6 +103,22 @@ FP8_BLOCKS = FP8._replace(
              "modelopt, FP8_PB_WO",
              "fp8, 128x128 dynamic"),
 )  # fmt: skip
+_GROUP_SCALES = StoredTensor("scale", "_scale", (1, 16), saved=("F8_E4M3",))
+# Four bits, a scale for each 16 columns and one for the matrix: a factor in ModelOpt, a divisor in compressed-tensors. Packed again,
+# a scale a row.
+NVFP4_MODELOPT = FP8._replace(
+    source=(StoredTensor("values", "", (1, 2), saved=("U8",)), _GROUP_SCALES, StoredTensor("factor", "_scale_2", (0, 0))),
+    reader="engine.rank.fp8:from_nvfp4_factor",
+    schemes=("modelopt, NVFP4", "modelopt, W4A16_NVFP4"),
+    unread=("input_scale",),
+)
+NVFP4 = FP8._replace(
+    source=(StoredTensor("values", "_packed", (1, 2), saved=("U8",)), _GROUP_SCALES, StoredTensor("divisor", "_global_scale", (0, 0))),
+    reader="engine.rank.fp8:from_nvfp4_divisor",
+    schemes=("compressed-tensors, 4-bit float tensor_group of 16 weights",
+             "compressed-tensors, 4-bit float tensor_group of 16 weights, 4-bit float tensor_group of 16 dynamic activations"),
+    unread=("input_global_scale",),
+)  # fmt: skip
 INT8 = WeightFormat(
     "engine.rank.int8:Int8Weight",
     (
@@ -135,7 +151,7 @@ def _random_words(normal: Any, _: int) -> Any:
 # By the name that `weights` has in a configuration.
 FORMATS = {
     "plain": (PLAIN,),
-    "fp8": (FP8, FP8_TENSOR, FP8_BLOCKS),
+    "fp8": (FP8, FP8_TENSOR, FP8_BLOCKS, NVFP4_MODELOPT, NVFP4),
     "int8": (INT8,),
     "int4": tuple(int4(group, symmetric=symmetric) for group in (32, 64, 128) for symmetric in (True, False)),
 }

@@ -173,7 +173,7 @@ def test_what_the_config_says_must_be_there(nano: Nano, tmp_path: Path) -> None:
     ("said", "words"),
     [
         ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": INT4}}}, "4-bit int group of 16 weights"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt, NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "modelopt, MXFP8"),
         ({"quant_method": "awq"}, "awq"),
         ({"quant_method": "gptq"}, "gptq"),
         ({"quant_method": "auto-round"}, "auto-round"),

@@ -55,6 +55,30 @@ def blocks_inverse(matrix: Tensor) -> Tensors:
     return {"weight": made["weight"], "weight_scale_inv": made["weight_scale"]}
 
 
+def nvfp4_modelopt(matrix: Tensor) -> Tensors:
+    """[m, n] -> e2m1, two a byte, a scale in e4m3 for each 16 columns, and one for the matrix that multiplies."""
+    groups = pad(matrix.float(), (0, -matrix.shape[1] % 16)).unflatten(1, (-1, 16))
+    factor = groups.abs().amax() / (6 * 448)
+    scale = (groups.abs().amax(2) / 6 / factor).clamp_min(2**-6).to(E4M3)
+    ratios = groups / (scale.float() * factor)[..., None]
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    bits = (ratios.abs()[..., None] - numbers).abs().argmin(-1) + 8 * (ratios < 0)
+    pairs = bits.flatten(1).unflatten(1, (-1, 2))
+    return {
+        "weight": (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8), "weight_scale": scale,
+        "weight_scale_2": factor, "input_scale": torch.ones(()),
+    }  # fmt: skip
+
+
+def nvfp4(matrix: Tensor) -> Tensors:
+    """The same of compressed-tensors, where the matrix's scale divides."""
+    made = nvfp4_modelopt(matrix)
+    return {
+        "weight_packed": made["weight"], "weight_scale": made["weight_scale"],
+        "weight_global_scale": 1 / made["weight_scale_2"].reshape(1), "input_global_scale": torch.ones(1),
+    }  # fmt: skip
+
+
 def int8(matrix: Tensor) -> Tensors:
     """[m, n] -> int8 with a scale a row."""
     scale = matrix.abs().amax(1, keepdim=True).float() / 127
@@ -70,12 +94,15 @@ def _group(weights: JsonObject, activations: JsonObject) -> JsonObject:
         "targets": ["Linear"], "weights": weights, "input_activations": activations}}}  # fmt: skip
 
 
+_FP4: JsonObject = _numbers("float", "tensor_group", group_size=16) | {"num_bits": 4}
 # Each format's quantiser, and what config.json says.
 KINDS: dict[str, tuple[Quantiser, JsonObject]] = {
     "channel": (channel, _group(_numbers("float", "channel"), _numbers("float", "token", dynamic=True))),
     "tensor": (tensor_static, _group(_numbers("float", "tensor"), _numbers("float", "tensor"))),
     "int8": (int8, _group(_numbers("int", "channel"), _numbers("int", "token", dynamic=True))),
     "modelopt": (modelopt_static, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "nvfp4": (nvfp4, _group(_FP4, _FP4 | {"dynamic": "local"})),
+    "nvfp4-modelopt": (nvfp4_modelopt, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "blocks": (
         blocks,
         _group(_numbers("float", "block", block_structure=[128, 128]), _numbers("float", "group", group_size=128, dynamic=True)),
