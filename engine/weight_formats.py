@@ -104,8 +104,8 @@ FP8_BLOCKS = FP8._replace(
              "fp8, 128x128 dynamic"),
 )  # fmt: skip
 _GROUP_SCALES = StoredTensor("scale", "_scale", (1, 16), saved=("F8_E4M3",))
-# Four bits, a scale for each 16 columns and one for the matrix: a factor in ModelOpt, a divisor in compressed-tensors. Packed again,
-# a scale a row.
+# Four bits, a scale for each 16 columns and one for the matrix: a factor in ModelOpt, a divisor in compressed-tensors. They are
+# packed again, too.
 NVFP4_MODELOPT = FP8._replace(
     source=(StoredTensor("values", "", (1, 2), saved=("U8",)), _GROUP_SCALES, StoredTensor("factor", "_scale_2", (0, 0))),
     reader="engine.rank.fp8:from_nvfp4_factor",
@@ -113,7 +113,9 @@ NVFP4_MODELOPT = FP8._replace(
     unread=("input_scale",),
 )
 NVFP4 = FP8._replace(
-    source=(StoredTensor("values", "_packed", (1, 2), saved=("U8",)), _GROUP_SCALES, StoredTensor("divisor", "_global_scale", (0, 0))),
+    source=(
+        StoredTensor("values", "_packed", (1, 2), saved=("U8",)), _GROUP_SCALES, StoredTensor("divisor", "_global_scale", (0, 0)),
+    ),
     reader="engine.rank.fp8:from_nvfp4_divisor",
     schemes=("compressed-tensors, 4-bit float tensor_group of 16 weights",
              "compressed-tensors, 4-bit float tensor_group of 16 weights, 4-bit float tensor_group of 16 dynamic activations"),

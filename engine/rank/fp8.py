@@ -55,8 +55,8 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by exponent and mantissa; th
 
 
 def from_nvfp4_factor(values: Tensor, scale: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of two e2m1 a byte [m, n / 2], the first in the low bits, a scale for each 16 columns [m, n / 16] and the matrix's [1, 1]
-    -> values and scale. An element is rounded by at most 1/16 of itself, or 2^-10 of the row's scale."""
+    """Rows of two e2m1 a byte [m, n / 2], the first in the low bits, a scale for each 16 columns [m, n / 16] and the matrix's
+    [1, 1] -> values and scale. An element is rounded by at most 1/16 of itself, or 2^-10 of the row's scale."""
     numbers = torch.tensor([*_E2M1, *(-number for number in _E2M1)], device=values.device)
     pairs = torch.stack((values & 15, values >> 4), -1).flatten(-2)
     return pack(numbers[pairs.int()] * (scale.float() * factor.float()).repeat_interleave(16, 1))
