@@ -122,6 +122,11 @@ class Exporter(Collector):
             lasting = [metric for metric in self._metrics if isinstance(metric, Series) and metric.row.name in RETIRED]
             return {(series.row.name, labels): value for series in lasting for labels, value in series.values.copy().items()}
 
+    def page(self) -> tuple[bytes, str]:
+        """The page of the metrics, and its content type."""
+        page = metrics_page(self)
+        return page.body(), page.kind
+
     def serve(self, host: str, port: int) -> str:
         """Open the port (0: a free one) in a thread; returns the URL. ConfigError when it is taken."""
         try:

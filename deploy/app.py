@@ -175,6 +175,7 @@ class Quartet:
             grammars=grammars,
             media_preparer=self._media_preparer,
             about={"metrics": exporter_url, "attention": str(group.attention)},
+            metrics=self._exporter.page if metrics.on_api else None,
         )
         raylet = int(os.environ["RAY_RAYLET_PID"])  # Ray sets it in its workers
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet)

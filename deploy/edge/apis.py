@@ -18,11 +18,12 @@ GENERATION_APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES_API, GENERATE, TRANSCR
 TOKEN_APIS = (COUNT_TOKENS, TOKENIZE, DETOKENIZE)
 
 PROBES = ("/health", "/health/live", "/health/ready")
+METRICS_PATH = "/metrics"
 UNKNOWN = HttpEndpoint(path="unknown", right="all")
 _MODEL = "/v1/models/{model}"
 _PREFIX = re.compile(rf"^{MODELS}[^/]+(?=/)")
 _OTHERS: Mapping[Right, tuple[str, ...]] = {
-    "open": PROBES,
+    "open": (*PROBES, METRICS_PATH),
     "models": ("/v1/models", _MODEL),
     "docs": ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
 }

@@ -5,7 +5,7 @@ Bodies are read raw and validated by our own models, so that every error has its
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -22,7 +22,7 @@ from deploy.edge.access_log import AccessLog
 from deploy.edge.admission_control import AdmissionTicket
 from deploy.edge.answer import CompletionResponse
 from deploy.edge.api import GenerationApi, TokenApi
-from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
+from deploy.edge.apis import GENERATION_APIS, METRICS_PATH, TOKEN_APIS, error_shape_of
 from deploy.edge.ask import Ask, ChatPrompt
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, JsonResponse, plain_error, refusal
 from deploy.edge.http_errors import NO_RETRY, DeadlineExceeded, ForeignHost, WrongMediaType
@@ -77,6 +77,8 @@ def create_app(service: Service) -> ASGIApp:
         _add_tokens(app, service, tokens)
     _add_models(app, service)
     _add_health(app, service)
+    if service.metrics is not None:
+        _add_metrics(app, service.metrics)
     generate = app.openapi
 
     def openapi() -> JsonObject:
@@ -200,6 +202,13 @@ def _add_models(app: FastAPI, service: Service) -> None:
         if model not in cards:
             raise ModelNotFound(model)
         return JsonResponse(cards[model])
+
+
+def _add_metrics(app: FastAPI, page: Callable[[], tuple[bytes, str]]) -> None:
+    @app.get(METRICS_PATH, include_in_schema=False)
+    async def metrics() -> Response:
+        body, kind = await asyncio.to_thread(page)
+        return Response(body, media_type=kind)
 
 
 def _add_health(app: FastAPI, service: Service) -> None:

@@ -1,7 +1,7 @@
 """What the routes stand on: one model's text processor, its engine, its settings, and the count of open answers."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -38,6 +38,8 @@ HOMES: dict[bytes | None, ConversationHome] = {home.encode(): home for home in g
 class Service:
     """One served model. `keys`: without them anybody may ask; what comes of them goes to `sink`. `tracer`: none unless configured.
 
+    `metrics`: makes their page and its content type; None: the API's port has none.
+
     `jobs` makes what goes to the engine, `admission` lets it in; `open` counts choices from their submission to the last byte of
     their answer. `about`: what whoever asks from this machine may know.
     """
@@ -51,6 +53,7 @@ class Service:
     sink: Sink
     tracer: Tracer | None
     about: dict[str, Any]
+    metrics: Callable[[], tuple[bytes, str]] | None = None
     open: int = 0
     draining: bool = False
 

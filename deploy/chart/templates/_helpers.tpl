@@ -54,6 +54,7 @@ llm-d.ai/engine-type: vllm
 {{- $keys := .root.Values.servingEngineSpec.apiKeys -}}
 {{- $engine := $model.quartetConfig -}}
 {{- $metrics := dict "host" "0.0.0.0" "port" 9401 "discovery" (dict "host" "0.0.0.0" "port" 9464) -}}
+{{- if not $ray -}}{{- $_ := set $metrics "on_api" true -}}{{- end -}}
 {{- $limits := dict "request_timeout_s" $model.requestTimeoutSeconds -}}
 {{- $args := dict "model" $model.modelURL "served_model_name" $model.name "tp" $engine.tensorParallelSize -}}
 {{- $_ := set $args "max_len" $engine.maxModelLen -}}

@@ -6,6 +6,8 @@ import httpx
 import openai
 import pytest
 
+from deploy.edge.apis import ENDPOINTS
+from tests.conftest import Nano
 from tests.support.edge.api_client import client, error_of, events, user, whole_and_streamed
 from tests.support.edge.http_edge import Edge
 
@@ -156,3 +158,12 @@ def test_what_a_generator_is_not(edge: Edge) -> None:
     assert "stored" in edge.get("/v1/responses").json()["error"]["message"]
     for path in ("/v1/embeddingsx", "/v1/audio/translations"):
         assert post(edge, path).json()["error"]["message"] == f"Not Found: POST {path}."
+
+
+def test_metrics_on_the_apis_port(nano: Nano) -> None:
+    """Where a setting asks for them, and without a key, as a router of Kubernetes reads them."""
+    assert ENDPOINTS["/metrics"].right == "open"
+    with Edge(nano("31b"), metrics=lambda: (b"vllm:num_requests_waiting 0\n", "text/plain; version=0.0.4; charset=utf-8")) as edge:
+        page = edge.get("/metrics")
+    assert (page.status_code, page.text) == (200, "vllm:num_requests_waiting 0\n")
+    assert page.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"

@@ -66,6 +66,7 @@ class Edge:
         media: frozenset[MediaKind] = frozenset(),
         row_samples: int = 0,
         adapters: Mapping[str, str] | None = None,
+        metrics: Callable[[], tuple[bytes, str]] | None = None,
     ) -> None:
         self.core = ScriptedCore()
         self.events: list[Event] = []
@@ -75,6 +76,7 @@ class Edge:
         self._limits = limits or LimitSettings()
         self._defaults = Defaults.read(folder)
         self._keys = keys
+        self._metrics = metrics
         self._served: dict[str, Any] = {"vocab": vocab, "max_len": max_len, "media_kinds": media, "row_samples": row_samples}
         self._served["adapters"] = adapters or {}
         self._up = threading.Event()
@@ -172,8 +174,9 @@ class Edge:
         self.vocabulary = Vocabulary(self.text.pieces, self.text.eos_ids, self.text.vocab_size)
         grammars = GrammarCheck(self.vocabulary.complaint)
         self.service = Service(
-            self._settings, self.text, self.client, grammars, MediaPreparer(), self._keys, self.events.append, None, {}
-        )
+            self._settings, self.text, self.client, grammars, MediaPreparer(), self._keys, self.events.append, None, {},
+            metrics=self._metrics,
+        )  # fmt: skip
         listener = socket.socket(proto=socket.IPPROTO_TCP)  # named: else asyncio leaves Nagle's algorithm on, and chunks 40 ms late
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
