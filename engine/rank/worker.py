@@ -78,7 +78,7 @@ def _boot(lifeline: Lifeline) -> Runner:
     if runner.capturable:
         runner.capture()
     compile_ahead.end(compilers)
-    times = measure(runner, config, rank.geometry.vocab) if config.measures_steps or config.mtp.drafts == "auto" else None
+    times = measure(runner, config, rank.geometry.vocab) if config.measures_steps or len(config.drafts) > 1 else None
     launch.ready()
     gc.collect()
     gc.freeze()

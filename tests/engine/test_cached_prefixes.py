@@ -152,8 +152,8 @@ def test_a_wrong_tail_is_noticed(rank: Callable[[str], Rank], monkeypatch: pytes
     """Planted fault: the first page of a tail is another one of the same sequence; the logits say so by far."""
     honest = PrefixCache.insert
 
-    def short(self: PrefixCache, keys: list[bytes], full: list[int], tail: list[int], **options: bool) -> None:
-        honest(self, keys, full, [*tail[-1:], *tail[1:]], **options)
+    def short(self: PrefixCache, keys: list[bytes], full: list[int], tail: list[int], **options: bool) -> tuple[int, bool]:
+        return honest(self, keys, full, [*tail[-1:], *tail[1:]], **options)
 
     monkeypatch.setattr(PrefixCache, "insert", short)
     engine = Asked(rank("31b"))

@@ -199,18 +199,18 @@ def test_a_short_per_layer_table_is_refused() -> None:
 W4A16 = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
-    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}, "input_activations": None}},
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 16}, "input_activations": None}},
 }
 
 
 @pytest.mark.parametrize(
     ("file", "written", "name"),
     [
-        ("config.json", {"quantization_config": W4A16}, "compressed-tensors, 4-bit int group of 32 weights"),
-        ("config.json", {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "modelopt, NVFP4"),
+        ("config.json", {"quantization_config": W4A16}, "compressed-tensors, 4-bit int group of 16 weights"),
+        ("config.json", {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP8"}}, "modelopt, MXFP8"),
         ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
         ("config.json", {"quantization_config": {"load_in_4bit": True}}, "an unnamed format"),
-        ("hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "FP8"}}, "modelopt, FP8"),
+        ("hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "W4A8_AWQ"}}, "modelopt, W4A8_AWQ"),
     ],
 )
 def test_a_quantised_checkpoint_is_refused_by_its_format(tmp_path: Path, file: str, written: dict[str, Any], name: str) -> None:

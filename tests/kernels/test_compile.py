@@ -62,6 +62,7 @@ CONSTANT = {
     "_post": {"q_norm", "k_norm"},
     "verify_kernel": {"positions", "page_ids", "width"},  # written before the kernel before it, `_post`
     "_per_layer": {"norm"},
+    "_unpack": {"words", "scale", "zero"},
 }
 PAGE_IDS = {"decode_kernel": "page_ids", "verify_kernel": "page_ids", "_post": "table", "_extend": "table"}
 # Bytes a thread, of sine and of what loops do not touch.

@@ -240,7 +240,7 @@ def test_what_does_not_fit_exits_with_1(capsys: pytest.CaptureFixture[str]) -> N
     ask = ["plan", "--model", "31b", "--gpu-memory", "48GiB", "--prefill-budget", "512"]
     assert main(ask) == 1
     said = capsys.readouterr().out
-    assert "weights per rank  58.25 GiB\n" in said
+    assert "weights per rank  58.25 GiB, plain\n" in said
     assert "more of a GPU than memory_fraction 0.9 allows at tp 1" in said
     assert "it would fit at tp 2" in said
     assert main([*ask, "--tp", "2"]) == 0

@@ -65,7 +65,7 @@ def test_each_sampler_is_warmed_behind_a_forward(monkeypatch: pytest.MonkeyPatch
     one, eight, four = map(StepSizes.decoding, (1, 8, 4))
     stage = MagicMock(inboxes=None)
     other = MagicMock()
-    runner = Runner(StepShapes((one, eight), 8, 8), other, other, stage, other, None, other, other, capturable=True)
+    runner = Runner(StepShapes((one, eight), 8, 8), other, other, stage, other, None, other, other, adapted=False, capturable=True)
     stage.padded = lambda sizes: ran.append(f"forward {sizes.decodes}") or (sizes, None)
     runner._sampled_by = lambda name, sizes, _: ran.append(f"{name} {sizes.decodes}")  # type: ignore[method-assign,assignment,return-value]
     runner.capture()

@@ -47,9 +47,9 @@ def replayed(folder: Path, *, padded: bool) -> tuple[list[StepResult], list[Tens
         hidden.append(step.hidden[: len(rows.slots)].clone())
         return start(step, rows, *rest)
 
-    def counted(size: StepSizes) -> Any:
+    def counted(size: StepSizes, *, adapted: bool) -> Any:
         sizes[size] += 1
-        return forward(size)
+        return forward(size, adapted=adapted)
 
     made.report_stage.start, made.forward_stage.padded = seen, counted
     return [run(made, plan) for plan in PLANS], hidden, sizes
@@ -155,7 +155,7 @@ def test_steps_that_score_prompts_are_not_padded(nano: Nano) -> None:
     config = config_of(nano("31b"), 1)
     made = build(single(config), PAGES, padded_shapes(config))
     forward, ran = made.forward_stage.padded, []
-    made.forward_stage.padded = lambda sizes: ran.append(sizes) or forward(sizes)
+    made.forward_stage.padded = lambda sizes, adapted: ran.append(sizes) or forward(sizes, adapted=adapted)
     params = SamplingParams(max_tokens=2, prompt_logprobs=0)
     for number, asked in enumerate((params, msgspec.structs.replace(params, prompt_logprobs=None)), 1):
         admission = Admission(0, number, tuple(range(10, 30)), 20, asked)
