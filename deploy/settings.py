@@ -58,7 +58,7 @@ class MetricsSettings(FrozenStruct):
     port: Port = 0
     """port of the exporter; 0: a free one, written to the log and to /health/ready"""
     on_api: bool = False
-    """answer GET /metrics on the API's port, too, without a key: where one replica stands behind it, as in a pod of its own, whose
+    """answer GET /metrics on the API's port, too, without a key: where it has one replica, as in a pod of its own, whose
     gauges routers read there"""
     ttft_objective_s: Duration = 1.0
     """longest time to the first token that counts as good in quartet_slo_requests_total"""
