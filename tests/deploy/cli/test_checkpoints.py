@@ -58,9 +58,9 @@ def test_a_good_folder(copy: Path, capsys: Captured) -> None:
 
 def test_a_quantised_folder(copy: Path, capsys: Captured) -> None:
     """The format is named, and the exit code is 2."""
-    quantised = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+    quantised = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP8"}}
     edit(copy / "config.json", lambda config: config.update(quantised))
-    assert "is quantised (modelopt, NVFP4)" in refusal(capsys, copy)
+    assert "is quantised (modelopt, MXFP8)" in refusal(capsys, copy)
 
 
 def test_tensors_that_are_missing_or_misshapen(copy: Path, capsys: Captured) -> None:
