@@ -67,6 +67,7 @@ class Exporter(Collector):
             self._add(row)
         self._scraping = threading.Lock()
         self._server: PageServer | None = None
+        self.page = metrics_page(self)
 
     def _add(self, row: Metric) -> None:
         origin, _, field = row.source.partition(".")
@@ -122,15 +123,10 @@ class Exporter(Collector):
             lasting = [metric for metric in self._metrics if isinstance(metric, Series) and metric.row.name in RETIRED]
             return {(series.row.name, labels): value for series in lasting for labels, value in series.values.copy().items()}
 
-    def page(self) -> tuple[bytes, str]:
-        """The page of the metrics, and its content type."""
-        page = metrics_page(self)
-        return page.body(), page.kind
-
     def serve(self, host: str, port: int) -> str:
         """Open the port (0: a free one) in a thread; returns the URL. ConfigError when it is taken."""
         try:
-            self._server = PageServer(host, port, {"/metrics": metrics_page(self)}, "exporter")
+            self._server = PageServer(host, port, {"/metrics": self.page}, "exporter")
         except OSError as error:
             advice = "port 0 is a free one for each replica"
             raise ConfigError(f"metrics.host, metrics.port: cannot listen on {host}:{port}: {error.strerror} ({advice})") from error

@@ -110,7 +110,6 @@ NVFP4_MODELOPT = FP8._replace(
     source=(StoredTensor("values", "", (1, 2), saved=("U8",)), _GROUP_SCALES, StoredTensor("factor", "_scale_2", (0, 0))),
     reader="engine.rank.fp8:from_nvfp4_factor",
     schemes=("modelopt, NVFP4", "modelopt, W4A16_NVFP4"),
-    unread=("input_scale",),
 )
 NVFP4 = FP8._replace(
     source=(
@@ -119,7 +118,6 @@ NVFP4 = FP8._replace(
     reader="engine.rank.fp8:from_nvfp4_divisor",
     schemes=("compressed-tensors, 4-bit float tensor_group of 16 weights",
              "compressed-tensors, 4-bit float tensor_group of 16 weights, 4-bit float tensor_group of 16 dynamic activations"),
-    unread=("input_global_scale",),
 )  # fmt: skip
 INT8 = WeightFormat(
     "engine.rank.int8:Int8Weight",

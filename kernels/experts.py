@@ -53,10 +53,17 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: M
     (rows, n), m, (count, *_), top_k = x.shape, last.columns, last.values.shape, chosen.shape[1]
     up_tile, down_tile = choose(rows * top_k, count, shared_memory(x), last.load)
     tiles, order, position = (chosen[0], None, None) if rows == 1 else _sorted(chosen, count, up_tile.rows)
-    inner, parts, out = x.new_empty(rows * top_k, m), x.new_empty(rows * top_k, n), x.new_empty(rows, 2 * n)
+    inner, parts = x.new_empty(rows * top_k, m), x.new_empty(rows * top_k, n)
     _launch_grouped(up_tile, x, pair, order, tiles, inner, top_k)
     _launch_grouped(down_tile, inner, last, None, tiles, parts, 1)
-    block, other = min(1024, next_power_of_2(n)), dense()
+    return _combined(parts, position, weights, dense)
+
+
+def _combined(parts: Tensor, position: Tensor | None, weights: Tensor, dense: PendingTensor) -> Tensor:
+    """parts [assignments, n], where each assignment stands in it, weights [T, top_k] -> [T, 2 n]: dense's, the weighted sums."""
+    (rows, top_k), n = weights.shape, parts.shape[1]
+    out, block = parts.new_empty(rows, 2 * n), min(1024, next_power_of_2(n))
+    other = dense()
     check_contiguous(other)
     launch(_combine, (rows, cdiv(n, block)), parts, position, weights, other, out, N=n, TOP=top_k, BLOCK=block)
     return out
@@ -111,12 +118,7 @@ def adapted_experts(
     parts = x.new_empty(rows * top_k, n)
     _launch_grouped(down_tile, inner, last, None, tiles, parts, 1)
     _add(parts, inner, index, own, adapted.down)
-    out = x.new_empty(rows, 2 * n)
-    block = min(1024, next_power_of_2(n))
-    other = dense()
-    check_contiguous(other)
-    launch(_combine, (rows, cdiv(n, block)), parts, position, weights, other, out, N=n, TOP=top_k, BLOCK=block)
-    return out
+    return _combined(parts, position, weights, dense)
 
 
 def _add(out: Tensor, x: Tensor, index: Tensor, experts: Tensor, adapters: ExpertAdapters | None) -> None:

@@ -204,11 +204,12 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return JsonResponse(cards[model])
 
 
-def _add_metrics(app: FastAPI, page: Callable[[], tuple[bytes, str]]) -> None:
+def _add_metrics(app: FastAPI, page: tuple[str, Callable[[], bytes]]) -> None:
+    kind, body = page
+
     @app.get(METRICS_PATH, include_in_schema=False)
     async def metrics() -> Response:
-        body, kind = await asyncio.to_thread(page)
-        return Response(body, media_type=kind)
+        return Response(await asyncio.to_thread(body), media_type=kind)
 
 
 def _add_health(app: FastAPI, service: Service) -> None:

@@ -38,7 +38,7 @@ HOMES: dict[bytes | None, ConversationHome] = {home.encode(): home for home in g
 class Service:
     """One served model. `keys`: without them anybody may ask; what comes of them goes to `sink`. `tracer`: none unless configured.
 
-    `metrics`: makes their page and its content type; None: the API's port has none.
+    `metrics`: content type of their page, and what makes it; None: this port does not have it.
 
     `jobs` makes what goes to the engine, `admission` lets it in; `open` counts choices from their submission to the last byte of
     their answer. `about`: what whoever asks from this machine may know.
@@ -53,7 +53,7 @@ class Service:
     sink: Sink
     tracer: Tracer | None
     about: dict[str, Any]
-    metrics: Callable[[], tuple[bytes, str]] | None = None
+    metrics: tuple[str, Callable[[], bytes]] | None = None
     open: int = 0
     draining: bool = False
 

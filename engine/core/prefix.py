@@ -168,8 +168,7 @@ class PrefixCache:
         Returns how many full pages were cached already, and whether the tail was not.
         `supersedes`: a conversation has grown to here; tails on its path that no other branch uses are evicted first from now on.
         """
-        _, known = self._walk(keys)
-        segment = self._grow(keys, full)
+        segment, known = self._grow(keys, full)
         new_tail = segment.tail is None
         if new_tail:
             segment.tail = array("i", tail)
@@ -181,12 +180,14 @@ class PrefixCache:
             self._supersede(segment)
         return known, new_tail
 
-    def _grow(self, keys: list[bytes], full: list[int]) -> Segment:
-        """The segment that ends where `keys` do; what is missing is added."""
+    def _grow(self, keys: list[bytes], full: list[int]) -> tuple[Segment, int]:
+        """The segment that ends where `keys` do, and how many pages were known; what is missing is added."""
         segment, known = self._walk(keys)
         if segment.end < known:
             segment = self._split(segment.children[keys[segment.end]], known - segment.end)
-        return self._add(segment, keys[known:], full[known:]) if known < len(keys) else segment
+        if known < len(keys):
+            segment = self._add(segment, keys[known:], full[known:])
+        return segment, known
 
     def _add(self, parent: Segment, keys: list[bytes], pages: list[int]) -> Segment:
         self._full.keep(pages)

@@ -40,6 +40,7 @@ from tests.bench.profiling.loopback import Loopback
 from tests.bench.shard_model import write_int4, write_shard
 from tests.support.engine import drafters
 from tests.support.engine.adapters import add_random
+from tests.support.engine.draws import draft_chance
 
 
 def say(parallel: Parallel, text: str) -> None:
@@ -62,7 +63,7 @@ def build(args: argparse.Namespace, parallel: Parallel, device: torch.device) ->
             weights=args.weights, kv_dtype=args.kv_dtype,
         )  # fmt: skip
         compilers = compile_ahead.start(config) if device.type == "cuda" and parallel.rank == 0 else []
-        draft_stage.accept = drafters.accepting(drafters.rate(args.accepted, args.drafts), device)  # type: ignore[assignment]
+        draft_stage.accept = drafters.accepting(draft_chance(args.accepted, args.drafts), device)  # type: ignore[assignment]
         pages = pages_held(config.kv_groups, most, args.context, args.steps * config.widest)
         rank = load_rank(config, parallel, device, checked=False)
         if args.adapters:

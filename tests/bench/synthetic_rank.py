@@ -13,7 +13,8 @@ from cluster.children import child_command
 from engine.lifeline import BootArgs
 from engine.rank import worker
 from engine.rank.stages import draft_stage
-from tests.support.engine.drafters import accepting, rate
+from tests.support.engine.drafters import accepting
+from tests.support.engine.draws import draft_chance
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Synthetic:
 
 def main() -> None:
     """Patch, then be the worker."""
-    share = rate(float(sys.argv.pop(1)), int(sys.argv.pop(1)))
+    share = draft_chance(float(sys.argv.pop(1)), int(sys.argv.pop(1)))
     load = worker.load
 
     def loaded(*args: object) -> object:

@@ -163,7 +163,7 @@ def test_what_a_generator_is_not(edge: Edge) -> None:
 def test_metrics_on_the_apis_port(nano: Nano) -> None:
     """Where a setting asks for them, and without a key, as a router of Kubernetes reads them."""
     assert ENDPOINTS["/metrics"].right == "open"
-    with Edge(nano("31b"), metrics=lambda: (b"vllm:num_requests_waiting 0\n", "text/plain; version=0.0.4; charset=utf-8")) as edge:
+    with Edge(nano("31b"), metrics=("text/plain; version=0.0.4; charset=utf-8", lambda: b"vllm:num_requests_waiting 0\n")) as edge:
         page = edge.get("/metrics")
     assert (page.status_code, page.text) == (200, "vllm:num_requests_waiting 0\n")
     assert page.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"

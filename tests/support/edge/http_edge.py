@@ -66,7 +66,7 @@ class Edge:
         media: frozenset[MediaKind] = frozenset(),
         row_samples: int = 0,
         adapters: Mapping[str, str] | None = None,
-        metrics: Callable[[], tuple[bytes, str]] | None = None,
+        metrics: tuple[str, Callable[[], bytes]] | None = None,
     ) -> None:
         self.core = ScriptedCore()
         self.events: list[Event] = []

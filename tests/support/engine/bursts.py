@@ -9,6 +9,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.step_budget import interpolate
 from engine.lifeline import Points, StepTimes
 from engine.plan import ResultRow, StepPlan, StepResult
+from tests.support.engine.draws import draft_chance
 from tests.support.engine.paced_steps import GROUPS, Pace
 from tests.support.engine.plans import decode_rows, result_of
 from tests.support.engine.scheduling import ANY_MEDIA
@@ -95,15 +96,6 @@ class DraftingRanks:
         return 1 + min(right, width - 1)
 
 
-def chance_of(mean: float, drafts: int) -> float:
-    """The chance of a draft with which steps of so many give `mean` tokens."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**n for n in range(drafts + 1)) < mean else (low, middle)
-    return low
-
-
 @dataclass(frozen=True)
 class Burst:
     """As `tests.bench.engine` tells it: seconds of prompts alone, and until all have a token; ms a token; the longest step."""
@@ -120,7 +112,7 @@ def burst(device: Device, size: int, drafts: object, *, accepted: float = ACCEPT
     fixed = {"model": "", "device": "cuda", "max_seqs": size, "max_len": 2048, "prefix_cache": False, "mtp": mtp}
     config = EngineConfig(**{"prefill_budget": 8192, **fixed, **settings})
     pages = (size * 40 + 2 * 8192 // 32 + 1, size * 64 + 1)
-    ranks = DraftingRanks(device, chance_of(accepted, VERIFIED) if accepted > 1 else 0.0)
+    ranks = DraftingRanks(device, draft_chance(accepted, VERIFIED) if accepted > 1 else 0.0)
     world = Pace(Scheduler(config, GROUPS, pages, device.times(size, config.drafts), ANY_MEDIA), ranks.run)
     alone, whole, beside = [], [], []
     for _ in range(repeat):

@@ -74,15 +74,6 @@ def fill(target: Path, out: Path, seed: int = 0) -> Path:
     return out
 
 
-def rate(mean: float, drafts: int) -> float:
-    """The share of drafts that stand, of those whose predecessors do, by which a step of `drafts` gives `mean` tokens."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**at for at in range(drafts + 1)) < mean else (low, middle)
-    return low
-
-
 def accepting(share: float, device: torch.device) -> Accept:
     """`kernels.accept.accept` of drafts of which `share` stand, by slot and position; capturable."""
     generator = torch.Generator().manual_seed(1)

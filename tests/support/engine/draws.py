@@ -21,3 +21,12 @@ def _scrambled(number: int) -> int:
 def chance(probability: float, *values: int) -> bool:
     """True with `probability`, always the same for the same values."""
     return mixed(*values) < probability * (1 << 32)
+
+
+def draft_chance(mean: float, drafts: int) -> float:
+    """The share of drafts that stand, of those whose predecessors do, by which a step of `drafts` gives `mean` tokens."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**at for at in range(drafts + 1)) < mean else (low, middle)
+    return low
