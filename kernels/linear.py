@@ -25,6 +25,7 @@ from kernels.activation import geglu, geglu_rows, gelu
 from kernels.four_bits import load_words, pair_tile, run_columns
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, shared_memory, trigger, wait
+from kernels.lora import NO_ADAPTERS, LowRank, expand_row, expand_rows, part_of, shrink, wait_for
 from kernels.numerics import add_product, cast, prefetch
 from kernels.packed import (
     Activations,
@@ -61,19 +62,28 @@ def gelu_times(up: Tensor) -> Epilogue:
     return Epilogue(up=up)
 
 
-def linear(x: Activations, weight: Matrix, epilogue: Epilogue = NONE, out: Tensor | None = None) -> Tensor:
-    """x [T, n], weight [m, n] -> [T, m] in the epilogue's dtype, or in `out`; gated: weight [2 m, n].
+def linear(
+    x: Activations, weight: Matrix, epilogue: Epilogue = NONE, out: Tensor | None = None, added: LowRank | None = None
+) -> Tensor:
+    """x [T, n], weight [m, n] -> [T, m] in the epilogue's dtype, or in `out`; gated: weight [2 m, n]. `added` comes before the
+    epilogue.
 
     Up to 64 rows on a GPU a gated product stays fp32 until the one cast; elsewhere it is rounded to x's dtype before the gate."""
     packed = packed_matrix(weight)
     tile = _tile(x, packed, gated=epilogue.gated)
-    if tile is not None:
-        return _run(tile, x, packed, _out(x, packed, epilogue) if out is None else out, epilogue)
-    if epilogue.gated:
-        return geglu(linear(x, weight))
-    if epilogue.up is not None:
-        return geglu(linear(x, weight), epilogue.up)
-    return _library(x, packed, _out(x, packed, epilogue) if out is None else out)
+    if tile is not None and (added is None or added.fits(tile, gated=epilogue.gated)):
+        return _run(tile, x, packed, _out(x, packed, epilogue) if out is None else out, epilogue, added=added)
+    if epilogue.gated or epilogue.up is not None:
+        return geglu(linear(x, weight, added=added), epilogue.up)
+    if out is None:
+        out = _out(x, packed, epilogue)
+    if tile is None:
+        _library(x, packed, out)
+    else:
+        _run(tile, x, packed, out, epilogue)
+    if added is not None:
+        added.add(out)
+    return out
 
 
 def linear_gated(x: Activations, weight: Matrix) -> Activations:
@@ -83,27 +93,27 @@ def linear_gated(x: Activations, weight: Matrix) -> Activations:
     return linear(x, weight, GEGLU)
 
 
-def linear_send(x: Activations, weight: Matrix, peers: AllReduceInbox) -> InboxPart | None:
-    """x [T, n], weight [m, n]: this rank's part of a sum over ranks, written to every rank's inbox by the product's own kernel, for
-    the next fused norm. None, and nothing done, for more rows than pay, or where the library computes the product."""
+def linear_send(x: Activations, weight: Matrix, peers: AllReduceInbox, added: LowRank | None = None) -> InboxPart | None:
+    """x [T, n], weight [m, n]: this rank's part of a sum over ranks, `added` in it, written to every rank's inbox by the product's
+    own kernel, for the next fused norm. None, and nothing done, for more rows than pay, or where that kernel cannot do it all."""
     packed = packed_matrix(weight)
     tile = _tile(x, packed) if len(x) <= peers.sent_rows else None
-    if tile is None:
+    if tile is None or not (added is None or added.fits(tile, gated=False)):
         return None
     assert packed.rows <= peers.width, (packed.rows, peers.width)
     sent = InboxPart(peers, peers.next_buffer())
-    _run(tile, x, packed, peers.inbox, sent=sent)
+    _run(tile, x, packed, peers.inbox, sent=sent, added=added)
     return sent
 
 
-def linear_parts(x: Activations, weight: Matrix) -> Tensor:
+def linear_parts(x: Activations, weight: Matrix, added: LowRank | None = None) -> Tensor:
     """x [T, n], weight [m, n] -> [T, m] in x's dtype; or, where so few outputs would leave processors idle, fp32 [parts, T, m],
     each part summed over its share of the inner dimension, for `kernels.fused_allreduce_norm` to add."""
     packed = packed_matrix(weight)
     tile = _tile(x, packed, parts=True)
-    if tile is None or tile.splits == 1:
-        return linear(x, weight)
-    return _run(tile, x, packed, x.new_empty(tile.splits, len(x), packed.rows, dtype=torch.float32))
+    if tile is None or tile.splits == 1 or not (added is None or added.fits(tile, gated=False)):
+        return linear(x, weight, added=added)
+    return _run(tile, x, packed, x.new_empty(tile.splits, len(x), packed.rows, dtype=torch.float32), added=added)
 
 
 def _out(x: Activations, weight: PackedMatrix, epilogue: Epilogue) -> Tensor:
@@ -133,7 +143,13 @@ def _tile(x: Activations, weight: PackedMatrix, *, gated: bool = False, parts: b
 
 
 def _run(
-    tile: Tile, x: Activations, weight: PackedMatrix, out: Tensor, epilogue: Epilogue = NONE, sent: InboxPart | None = None
+    tile: Tile,
+    x: Activations,
+    weight: PackedMatrix,
+    out: Tensor,
+    epilogue: Epilogue = NONE,
+    sent: InboxPart | None = None,
+    added: LowRank | None = None,
 ) -> Tensor:
     """Starts `tile`'s kernel. sent: it writes to that buffer of the inboxes, and `out` is this rank's own."""
     up, k = epilogue.up, x.shape[1]
@@ -146,17 +162,22 @@ def _run(
         inboxes = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": peers.nothing}
     blocks, columns = cdiv(len(x), tile.rows), cdiv(m, tile.bn)
     values, x_scale = operands(x, weight)
+    low = NO_ADAPTERS if added is None else added.launch(tile)
     constexprs = {
         "M": m, "K": k, "ROWS": tile.rows, "BN": tile.bn, "BK": tile.bk, "warps": tile.warps, "stages": tile.stages,
-        "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes,
+        "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes, **low.constexprs,
     }  # fmt: skip
-    ends = up, out, pointers, rank, buffer
+    ends = *low.arguments, up, out, pointers, rank, buffer, len(x)
+    columns += low.units
     if tile.kind == "gemv":
         launch(_gemv, (columns, blocks), values, x_scale, weight.values, weight.scale, *ends, EARLY=tile.early, **constexprs)
     else:
         matrix = weight.values, weight.scale, weight.zero
-        own = {"SWAP": tile.swap, "SPLITS": tile.splits, "BLOCKS": blocks > 1, "GROUP": weight.group}
-        launch(_gemm, (columns, tile.splits, blocks), values, x_scale, *matrix, *ends, len(x), **own, **constexprs)
+        together = 0 if added is None else added.together
+        own = {
+            "SWAP": tile.swap, "SPLITS": tile.splits, "BLOCKS": blocks > 1, "GROUP": weight.group, "TOGETHER": together
+        }  # fmt: skip
+        launch(_gemm, (columns, tile.splits, blocks), values, x_scale, *matrix, *ends, **own, **constexprs)
     return out
 
 
@@ -190,11 +211,12 @@ def _add_products(sums, tile, values, LANE: constexpr):
     return sums + tl.sum(products, 2)
 
 
-@triton.jit(do_not_specialize=["rank", "buffer"])
+@triton.jit(do_not_specialize=["groups", "units", "rank", "buffer", "T"])
 def _gemv(
-    x, x_scale, weight, scale, up, out, pointers, rank, buffer,
+    x, x_scale, weight, scale, plain, index, a, b, inner, done, groups, units, up, out, pointers, rank, buffer, T,
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
-    SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
+    SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr,
+    ADAPTERS: constexpr, SHARE: constexpr, SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of ROWS of the rows. A thread adds up products of neighbouring columns, 16 bytes of them, at once; the sum over
     threads comes last. The loop over K is unrolled, so that EARLY weight tiles are always on their way."""
@@ -202,7 +224,14 @@ def _gemv(
     TILES: constexpr = (K + BK - 1) // BK
     LANE: constexpr = 8 if scale is None else 16
     MATRICES: constexpr = 2 if GATED else 1
-    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    if RANK > 0:  # noqa: SIM102 (known when it is compiled)
+        if tl.program_id(0) < units:
+            wait(PDL)
+            if tl.program_id(1) == 0:
+                shrink(tl.program_id(0), plain, index, a, inner, done, groups, T, 0, K, RANK, PARTS, SHARE, SHARES)
+            return
+    start = (tl.program_id(0) - units) * BN if RANK > 0 else tl.program_id(0) * BN
+    column = start + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
     tiles: tl.tuple = ()
@@ -226,27 +255,43 @@ def _gemv(
                 added += (_add_products(sums[row * MATRICES + matrix], tiles[i * MATRICES + matrix], values, LANE),)
         sums = added
     live = column < M
+    if RANK > 0:
+        wait_for(done, units)
     for row in tl.static_range(ROWS):
         at = tl.full([BN], row, tl.int32) + first
         total = scaled(tl.sum(sums[row * MATRICES], 1), x_scale, scale, at, column, M)
+        if RANK > 0:
+            part = 0 if GATED else part_of(start, FIRST, SECOND)
+            total += expand_row(index, b, inner, first + row, column, part, T, M, RANK, PARTS, ADAPTERS, SHARES)
         if GATED:
-            total = gelu(total) * scaled(tl.sum(sums[row * MATRICES + 1], 1), x_scale, scale, at, column + M, 2 * M)
+            second = scaled(tl.sum(sums[row * MATRICES + 1], 1), x_scale, scale, at, column + M, 2 * M)
+            if RANK > 0:
+                second += expand_row(index, b, inner, first + row, column + M, 1, T, 2 * M, RANK, PARTS, ADAPTERS, SHARES)
+            total = gelu(total) * second
         if UP > 0:
             total = gelu(total) * tl.load(up + at * UP + column, live, 0.0).to(tl.float32)
         _store(total, out, at, column, live, inboxes, rank, buffer, SIZE, INBOX_ROWS, WIDTH, EMPTY)
 
 
-@triton.jit(do_not_specialize=["T", "rank", "buffer"])
+@triton.jit(do_not_specialize=["groups", "units", "rank", "buffer", "T"])
 def _gemm(
-    x, x_scale, weight, scale, zero, up, out, pointers, rank, buffer, T,
+    x, x_scale, weight, scale, zero, plain, index, a, b, inner, done, groups, units, up, out, pointers, rank, buffer, T,
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, SWAP: constexpr, SPLITS: constexpr,
     BLOCKS: constexpr, GROUP: constexpr, GATED: constexpr, UP: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr,
-    WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
+    WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr, ADAPTERS: constexpr, TOGETHER: constexpr,
+    SHARE: constexpr, SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of up to ROWS rows, with BLOCKS of one block of them; rows after T are zero: were they to repeat one, all CTAs
     would wait for its cache lines. Of SPLITS parts of the inner dimension a CTA has one. It has no trigger: the next kernel's CTAs
     would take the place of its own."""
-    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    if RANK > 0:  # noqa: SIM102 (known when it is compiled)
+        if tl.program_id(0) < units:
+            wait(PDL)
+            if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+                shrink(tl.program_id(0), plain, index, a, inner, done, groups, T, ROWS, K, RANK, PARTS, SHARE, SHARES)
+            return
+    start = (tl.program_id(0) - units) * BN if RANK > 0 else tl.program_id(0) * BN
+    column = start + tl.arange(0, BN)
     at_row = tl.minimum(column, M - 1).to(tl.int64)[:, None]
     WORD: constexpr = 8 if GROUP > 0 else 1  # columns in an element of the weight
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
@@ -294,6 +339,22 @@ def _gemm(
         total = scaled_tile(total, x_scale, scale, rows, column, M, SWAP)
         if GATED:
             second = scaled_tile(second, x_scale, scale, rows, column + M, 2 * M, SWAP)
+    if RANK > 0:  # noqa: SIM102
+        if SPLITS == 1 or tl.program_id(1) == 0:
+            wait_for(done, units)
+            at = row + block if BLOCKS else row
+            rows_of_all = T + block if BLOCKS else T
+            part = 0 if GATED else part_of(start, FIRST, SECOND)
+            OUTPUTS: constexpr = 2 * M if GATED else M
+            total = expand_rows(
+                total, index, b, inner, at, column, part, rows_of_all,
+                OUTPUTS, RANK, PARTS, ADAPTERS, TOGETHER, SHARES, SWAP,
+            )  # fmt: skip
+            if GATED:
+                second = expand_rows(
+                    second, index, b, inner, at, column + M, 1, rows_of_all,
+                    OUTPUTS, RANK, PARTS, ADAPTERS, TOGETHER, SHARES, SWAP,
+                )  # fmt: skip
     if GATED:
         total = gelu(total) * second
     if SWAP:
@@ -306,6 +367,4 @@ def _gemm(
         total = gelu(total) * tl.load(up + row[:, None] * UP + column[None, :], live, 0.0).to(tl.float32)
     if SPLITS > 1:
         out += tl.program_id(1).to(tl.int64) * T * M
-    _store(
-        total, out, row[:, None], column[None, :], live, inboxes, rank, buffer, SIZE, INBOX_ROWS, WIDTH, EMPTY
-    )
+    _store(total, out, row[:, None], column[None, :], live, inboxes, rank, buffer, SIZE, INBOX_ROWS, WIDTH, EMPTY)

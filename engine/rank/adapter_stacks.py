@@ -22,9 +22,10 @@ from engine.rank.load.tensor_files import opened
 from engine.rank.load.tensor_table import TensorTable
 from engine.rank.shard import Shard
 from kernels.experts import ExpertAdapters
-from kernels.lora import add_lora
+from kernels.launch import next_power_of_2
+from kernels.lora import LowRank, add_lora
 
-_RANK_UNIT = 16  # kernels take ranks of whole tiles
+_LEAST_RANK = 16  # kernels take powers of 2 from here on
 
 
 class AdapterStack(nn.Module):
@@ -35,6 +36,10 @@ class AdapterStack(nn.Module):
         self.ends, self.experts = ends, experts
         self.a = nn.Parameter(a, requires_grad=False)
         self.b = nn.Parameter(b, requires_grad=False)
+
+    def added(self, x: Tensor, index: Tensor, done: Tensor) -> LowRank:
+        """What the rows' adapters make of x [T, n]. index: int32 [T]; done: a word of this product alone, 0."""
+        return LowRank(x, index, self.a, self.b, self.ends, done)
 
     def add(self, out: Tensor, x: Tensor, index: Tensor) -> None:
         """Add what the rows' adapters make of x [T, n] to out [T, m]. index: int32 [T]."""
@@ -91,7 +96,7 @@ def add_stacks(
     places, owners = _owners(known, model.dtype)
     for name, rank in ranks.items():
         owner = owners[places[name].owner]
-        owner.rank = max(owner.rank, -(-rank // _RANK_UNIT) * _RANK_UNIT)
+        owner.rank = max(owner.rank, next_power_of_2(max(rank, _LEAST_RANK)))
     stacks = {path: _stack(owner, adapters, model.device) for path, owner in owners.items() if owner.rank}
     for path, stack in stacks.items():
         model.get_submodule(path).adapters = stack
@@ -117,9 +122,7 @@ def _owners(known: dict[str, Piece], dtype: torch.dtype) -> tuple[dict[str, _Pla
         orders[path] = [_rows(known[name])[0] for name in names]
         last = known[names[-1]]
         router = last.kind == "unpacked"
-        owners[path] = _Owner(
-            tuple(_rows(known[name])[1] for name in names), _columns(last)[1], torch.float32 if router else dtype
-        )
+        owners[path] = _Owner(tuple(_rows(known[name])[1] for name in names), _columns(last)[1], torch.float32 if router else dtype)
     for name, piece in known.items():
         path = _path(piece)
         expert = piece.targets[0].expert or 0
@@ -152,7 +155,10 @@ def _columns(piece: Piece) -> tuple[int, int]:
 def _stack(owner: _Owner, adapters: int, device: torch.device) -> AdapterStack:
     count = adapters * owner.experts
     a = torch.zeros((count, len(owner.ends) * owner.rank, owner.columns), dtype=owner.dtype, device=device)
-    b = torch.zeros((count, owner.ends[-1], owner.rank), dtype=owner.dtype, device=device)
+    if owner.experts == 1:  # an output's columns of all adapters lie together
+        b = torch.zeros((owner.ends[-1], count, owner.rank), dtype=owner.dtype, device=device).transpose(0, 1)
+    else:
+        b = torch.zeros((count, owner.ends[-1], owner.rank), dtype=owner.dtype, device=device)
     return AdapterStack(owner.ends, a, b, owner.experts)
 
 

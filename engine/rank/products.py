@@ -13,6 +13,7 @@ A forward has one `Exchange`:
 and, where rows have adapters, an AdaptedExchange around it.
 """
 
+import torch
 from torch import Tensor
 
 from engine.rank.parallel import Parallel
@@ -20,12 +21,14 @@ from engine.rank.weight import Weight
 from kernels.activation import geglu
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, Norms, fused_allreduce_norm
 from kernels.linear import GEGLU, NONE, Epilogue
+from kernels.lora import LowRank
 from kernels.packed import Activations, PackedRows
 from kernels.sequence_parallel import GatheredRows, Pieces, SequenceParallel
 
 Peers = AllReduceInbox | SequenceParallel | None
 Part = Tensor | InboxPart | Pieces
 Rows = Activations | GatheredRows
+_PRODUCTS = 512  # of a forward that adapters change
 
 
 class Exchange:
@@ -57,10 +60,10 @@ class Exchange:
         assert isinstance(x, Activations)
         return weight.gated(x, down)
 
-    def row_parallel(self, weight: Weight, x: Activations | Pieces) -> Part:
-        """x [T, n] -> this rank's part of x W^T [T, m]."""
+    def row_parallel(self, weight: Weight, x: Activations | Pieces, added: LowRank | None = None) -> Part:
+        """x [T, n] -> this rank's part of x W^T [T, m], and of what rows' adapters add."""
         assert isinstance(x, Activations)
-        return weight.parts(x) if self.parallel.size == 1 else weight.product(x)
+        return weight.parts(x, added) if self.parallel.size == 1 else weight.product(x, added=added)
 
     def sum_norm(
         self, part: Part, residual: Tensor | None, norms: Norms, scalar: Tensor | None = None, scale: float = 1.0
@@ -92,10 +95,10 @@ class InboxExchange(Exchange):
         super().__init__(parallel, eps)
         self._inbox = inbox.begin()
 
-    def row_parallel(self, weight: Weight, x: Activations | Pieces) -> Part:
+    def row_parallel(self, weight: Weight, x: Activations | Pieces, added: LowRank | None = None) -> Part:
         assert isinstance(x, Activations)
-        sent = weight.send(x, self._inbox)
-        return weight.product(x) if sent is None else sent
+        sent = weight.send(x, self._inbox, added)
+        return weight.product(x, added=added) if sent is None else sent
 
     def sum_norm(
         self, part: Part, residual: Tensor | None, norms: Norms, scalar: Tensor | None = None, scale: float = 1.0
@@ -124,8 +127,9 @@ class OwnRows(Exchange):
             return weight.product(x, GEGLU)
         return (weight.product(piece, GEGLU) for piece in x.pieces())
 
-    def row_parallel(self, weight: Weight, x: Activations | Pieces) -> Part:
+    def row_parallel(self, weight: Weight, x: Activations | Pieces, added: LowRank | None = None) -> Part:
         assert not isinstance(x, PackedRows)
+        assert added is None, "adapters add to each piece"
         return (weight.product(piece) for piece in self._sequence.cut(x))
 
     def sum_norm(
@@ -158,43 +162,45 @@ class AdaptedExchange(Exchange):
         self._inner = inner
         self.parallel = inner.parallel
         self.adapters = adapters
+        self._words = iter(torch.zeros(_PRODUCTS, dtype=torch.int32, device=adapters.device).split(1))
+
+    def _added(self, weight: Weight, x: Activations, rows: Tensor | None = None) -> LowRank | None:
+        """What adapters add to a product. rows: the adapter of each row of x, where they are not all of the step's."""
+        if weight.adapters is None:
+            return None
+        assert isinstance(x, Tensor)
+        added: LowRank = weight.adapters.added(x, self.adapters if rows is None else rows, next(self._words))
+        return added
 
     def product(self, weight: Weight, x: Activations, epilogue: Epilogue = NONE) -> Tensor:
-        if weight.adapters is None:
-            return weight.product(x, epilogue)
-        assert isinstance(x, Tensor)
-        out = weight.product(x)
-        weight.adapters.add(out, x, self.adapters)
-        if epilogue.up is not None:
-            return geglu(out, epilogue.up)
-        return out
+        return weight.product(x, epilogue, added=self._added(weight, x))
 
     def column_parallel(self, weight: Weight, x: Rows) -> Tensor:
+        if isinstance(x, Activations):
+            return weight.product(x, added=self._added(weight, x))
         out = self._inner.column_parallel(weight, x)
-        if weight.adapters is not None:
-            rows = x.rows if isinstance(x, GatheredRows) else x  # gathered rows are complete once their product is
-            weight.adapters.add(out, rows, self.adapters)
+        added = self._added(weight, x.rows)  # gathered rows are complete once their product is
+        if added is not None:
+            added.add(out)
         return out
 
     def gated(self, weight: Weight, x: Rows, down: Weight) -> Activations | Pieces:
         if weight.adapters is None and down.adapters is None:
             return self._inner.gated(weight, x, down)
+        if isinstance(x, Activations):
+            return weight.product(x, GEGLU, added=self._added(weight, x))
         return geglu(self.column_parallel(weight, x))
 
-    def row_parallel(self, weight: Weight, x: Activations | Pieces) -> Part:
+    def row_parallel(self, weight: Weight, x: Activations | Pieces, added: LowRank | None = None) -> Part:
         if weight.adapters is None:
             return self._inner.row_parallel(weight, x)
         assert isinstance(x, Tensor)
+        assert added is None
         assert self.adapters is not None
         if not isinstance(self._inner, OwnRows):
-            return self._adapted(weight, x, self.adapters)
+            return self._inner.row_parallel(weight, x, self._added(weight, x))
         pairs = zip(self._inner.cut(x), self._inner.cut(self.adapters), strict=True)
-        return (self._adapted(weight, piece, adapters) for piece, adapters in pairs)
-
-    def _adapted(self, weight: Weight, x: Tensor, adapters: Tensor) -> Tensor:
-        part = weight.product(x)
-        weight.adapters.add(part, x, adapters)
-        return part
+        return (weight.product(piece, added=self._added(weight, piece, rows)) for piece, rows in pairs)
 
     def sum_norm(
         self, part: Part, residual: Tensor | None, norms: Norms, scalar: Tensor | None = None, scale: float = 1.0

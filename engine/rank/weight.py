@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.weight_formats import WeightFormat
+from kernels.activation import geglu
 from kernels.embed import embed
 from kernels.experts import AdaptedRows, adapted_experts, experts
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart
 from kernels.launch import PendingTensor
 from kernels.linear import GEGLU, NONE, Epilogue, linear, linear_gated, linear_parts, linear_send
+from kernels.lora import LowRank
 from kernels.packed import Activations, Matrix
 
 
@@ -61,9 +63,9 @@ class Weight(nn.Module):
         """What kernels read. Its tensors are constant: kernels load them before they wait for the kernels before them."""
         return self.weight
 
-    def product(self, x: Activations, epilogue: Epilogue = NONE, out: Tensor | None = None) -> Tensor:
-        """x [T, n] -> x W^T [T, m] with its epilogue, in `out` if given."""
-        return linear(x, self.matrix, epilogue, out)
+    def product(self, x: Activations, epilogue: Epilogue = NONE, out: Tensor | None = None, added: LowRank | None = None) -> Tensor:
+        """x [T, n] -> x W^T [T, m], what rows' adapters add, and the epilogue; in `out` if given."""
+        return linear(x, self.matrix, epilogue, out, added)
 
     def gated(self, x: Activations, down: "Weight") -> Activations:
         """x [T, n] -> gelu_tanh(x G^T) * x U^T [T, m / 2] for a product with `down`; W = [G; U]."""
@@ -71,13 +73,14 @@ class Weight(nn.Module):
             return linear_gated(x, self.matrix)
         return self.product(x, GEGLU)
 
-    def parts(self, x: Activations) -> Tensor:
-        """x [T, n] -> x W^T [T, m], of few rows perhaps in fp32 parts of the sum [parts, T, m]."""
-        return linear_parts(x, self.matrix)
+    def parts(self, x: Activations, added: LowRank | None = None) -> Tensor:
+        """x [T, n] -> x W^T [T, m] and what rows' adapters add, of few rows perhaps in fp32 parts of the sum [parts, T, m]."""
+        return linear_parts(x, self.matrix, added)
 
-    def send(self, x: Activations, inbox: AllReduceInbox) -> InboxPart | None:
-        """Write x W^T to every rank's inbox from the product's kernel. None, and nothing done, for more rows than pay."""
-        return linear_send(x, self.matrix, inbox)
+    def send(self, x: Activations, inbox: AllReduceInbox, added: LowRank | None = None) -> InboxPart | None:
+        """Write x W^T and what rows' adapters add to every rank's inbox from the product's kernel. None, and nothing done, for more
+        rows than pay."""
+        return linear_send(x, self.matrix, inbox, added)
 
     def experts(
         self, x: Tensor, weights: Tensor, chosen: Tensor, down: "Weight", dense: PendingTensor, index: Tensor | None = None
@@ -93,3 +96,29 @@ class Weight(nn.Module):
     def rows(self, ids: Tensor, first: int, placeholders: Tensor, pad: int) -> Tensor:
         """`kernels.embed`: rows of this table, which begins at row `first` of the vocabulary's."""
         return embed(ids, self.weight, first, placeholders, pad)
+
+
+class OwnProduct(Weight):
+    """A format that has a product of its own, `rows_product`, and no kernels of `kernels.linear`."""
+
+    def rows_product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x [T, n] -> x W^T [T, m] in this dtype."""
+        raise NotImplementedError
+
+    def product(self, x: Activations, epilogue: Epilogue = NONE, out: Tensor | None = None, added: LowRank | None = None) -> Tensor:
+        assert isinstance(x, Tensor)
+        found = self.rows_product(x, epilogue.dtype or x.dtype)
+        if added is not None:
+            added.add(found)
+        if epilogue.gated or epilogue.up is not None:
+            found = geglu(found, epilogue.up)
+        return found if out is None else out.copy_(found)
+
+    def gated(self, x: Activations, down: Weight) -> Activations:  # noqa: ARG002 (rows stay plain)
+        return self.product(x, GEGLU)
+
+    def parts(self, x: Activations, added: LowRank | None = None) -> Tensor:
+        return self.product(x, added=added)
+
+    def send(self, x: Activations, inbox: AllReduceInbox, added: LowRank | None = None) -> None:
+        """Nothing is sent: `product`, and then the sum."""

@@ -6,8 +6,10 @@ from torch import Tensor
 
 from kernels.activation import geglu
 from kernels.experts import AdaptedRows, ExpertAdapters, adapted_experts
-from kernels.linear import linear
-from kernels.lora import add_lora
+from kernels.linear import GEGLU, NONE, _run, linear
+from kernels.lora import LowRank, add_lora
+from kernels.packed import PackedRows, fp8_matrix, pack_rows, packed_matrix, unpacked
+from kernels.tiles import Tile
 from tests.support import interpreter
 
 pytestmark = pytest.mark.cpu
@@ -73,6 +75,77 @@ def check(case: Case, dtype: torch.dtype) -> None:
 def test_what_adapters_add(case: Case, dtype: torch.dtype) -> None:
     """B A x of each row's own adapter, and of each part's own A; rows of none keep their bits."""
     check(case, dtype)
+
+
+def low_rank(x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: tuple[int, ...]) -> LowRank:
+    """With B's memory as a stack's."""
+    together = b.transpose(0, 1).contiguous().transpose(0, 1)
+    return LowRank(x, index, a, together, ends, torch.zeros(1, dtype=torch.int32))
+
+
+TILES = [
+    (Tile("gemv", 1, 4, 64, early=2), 1),
+    (Tile("gemv", 1, 4, 64, early=2), 3),
+    (Tile("gemv", 2, 4, 64, early=2), 2),
+    (Tile("gemm", 16, 16, 64, stages=2), 11),
+    (Tile("gemm", 32, 16, 32, stages=3, swap=True), 33),
+    (Tile("gemm", 16, 8, 64, stages=2, splits=2), 16),
+]
+
+
+def in_the_products_kernel(tile: Tile, rows: int, gated: bool, fp8: bool, dtype: torch.dtype) -> None:
+    """The product's kernel adds what adapters add, before the epilogue, and in the first part of a sum."""
+    n, m, adapters = 256, 64, 5
+    generator = torch.Generator().manual_seed(rows)
+    ends = (m, 2 * m) if gated else (16, 40, m)
+    if tile.bn > 8:
+        ends = (m, 2 * m) if gated else (32, 48, m)
+    outputs = ends[-1]
+    x, weight, a, b = (
+        torch.randn(shape, generator=generator)
+        for shape in ((rows, n), (outputs, n), (adapters, len(ends) * 16, n), (adapters, outputs, 16))
+    )
+    x, weight, a, b = x.to(dtype), (weight / n**0.5).to(dtype), (a / n**0.5).to(dtype), (b / 4).to(dtype)
+    index = torch.randint(-1, adapters, (rows,), generator=generator, dtype=torch.int32)
+    index[-1] = adapters - 1
+    matrix = fp8_matrix(weight) if fp8 else packed_matrix(weight)
+    of_x = pack_rows(x) if fp8 else x
+    plain = unpacked(matrix).double()
+    values = of_x.values.double() * of_x.scale.double()[:, None] if isinstance(of_x, PackedRows) else of_x.double()
+
+    def wanted(of_row: Tensor, shift: int = 0) -> Tensor:
+        whole = right(values @ plain.t(), x, of_row, a, b, ends, shift)
+        return geglu(whole.float()).double() if gated else whole
+
+    added = low_rank(x, index, a, b, ends)
+    assert added.fits(tile, gated=gated)
+    out = torch.empty((tile.splits, rows, m) if tile.splits > 1 else (rows, m), dtype=torch.float32)
+    _run(tile, of_x, matrix, out, GEGLU if gated else NONE, added=added)
+    found = out.sum(0) if tile.splits > 1 else out
+    assert error(found, wanted(index)) < TOLERANCE[dtype]
+    for fault in (wanted((index + 1) % adapters), wanted(index, shift=1), wanted(index * 0 - 1)):
+        assert error(found, fault) > 5 * TOLERANCE[dtype]
+
+
+def interpreted_the_products_kernel_adds_it() -> None:
+    """One row, several, in blocks, swapped, in parts; gated; fp8 weights."""
+    for tile, rows in TILES:
+        for gated in (False, True) if tile.splits == 1 else (False,):
+            for fp8 in (False, True):
+                for dtype in (torch.float32, torch.bfloat16):
+                    in_the_products_kernel(tile, rows, gated, fp8, dtype)
+
+
+def interpreted_a_product_takes_the_way_that_fits() -> None:
+    """`linear` gives the same by the product's own kernel and, where parts do not end with its blocks, by two more."""
+    for ends in ((256,), (100, 256)):
+        for rows in (1, 5, 90):
+            generator = torch.Generator().manual_seed(rows)
+            shapes = (rows, 128), (256, 128), (3, 16 * len(ends), 128), (3, 256, 16)
+            x, weight, a, b = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+            added = low_rank(x, torch.arange(rows, dtype=torch.int32) % 4 - 1, a, b, ends)
+            whole = right(x.double() @ weight.double().t(), x, added.of_row, a, b, ends)
+            assert error(linear(x, weight, added=added), whole) < TOLERANCE[torch.bfloat16]
 
 
 def experts_case(dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, AdaptedRows]:
