@@ -34,7 +34,7 @@ from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.launch import enabled, plain_torch
 from kernels.linear import FP32, GEGLU, gelu_times, linear
-from kernels.lora import add_lora
+from kernels.lora import LowRank, add_lora
 from kernels.packed import E4M3, PackedMatrix, PackedRows, fp8_matrix, pack_rows, unpacked
 from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, tile_tokens
@@ -467,8 +467,12 @@ def _experts(draw: RandomInputs, rows: int, top_k: int = 2) -> Outputs:
 def _lora(draw: RandomInputs, rows: int) -> Outputs:
     out, x = draw.floats(rows, 200), draw.floats(rows, 700)
     a, b = draw.floats(3, 64, 700, scale=700**-0.5), draw.floats(3, 200, 32, scale=32**-0.5)
-    add_lora(out, x, ((draw.rising(rows, 1) + 1) % 4 - 1).view(-1), a, b, (130, 200))
-    return (out,)
+    of_row = ((draw.rising(rows, 1) + 1) % 4 - 1).view(-1)
+    add_lora(out, x, of_row, a, b, (130, 200))
+    weight, b = draw.floats(256, 700, scale=700**-0.5), draw.floats(256, 3, 32, scale=32**-0.5).transpose(0, 1)
+    words = torch.zeros(2, dtype=torch.int32, device=x.device).split(1)
+    fused = (LowRank(x, of_row, a, b, (128, 256), word) for word in words)
+    return out, linear(x, weight, added=next(fused)), linear(x, weight, GEGLU, added=next(fused))
 
 
 CHECKS = (

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.errors import CheckpointError
 from engine.geometry import read_geometry
@@ -18,9 +17,8 @@ from engine.rank.load.loader import load
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Parallel, Single
-from engine.rank.weight import Weight
+from engine.rank.weight import OwnProduct, Weight
 from engine.weight_formats import FP8
-from kernels.linear import GEGLU, NONE, Epilogue
 from kernels.packed import unpacked
 from tests.conftest import Nano
 from tests.support.engine.paged import caches, run_steps, script
@@ -37,25 +35,13 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "sy
 MLP, EXPERTS = r"re:.*\.mlp\..*", r"re:.*\.experts\..*"
 
 
-class Expected(Fp8Weight):
+class Expected(OwnProduct, Fp8Weight):
     """The products by their formula: each row of x in e4m3 with a scale of its own. In fp32: where a rounding to e4m3 fell the
     other way, all later rows would differ."""
 
-    def product(self, x: Tensor, epilogue: Epilogue = NONE, out: Tensor | None = None) -> Tensor:
+    def rows_product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         scale = x.abs().amax(1, keepdim=True) / 448
-        found = (x / scale).to(E4M3).float() @ self.values.float().T * (scale * self.scale.T)
-        if epilogue.gated:
-            gate, up = found.chunk(2, 1)
-            found = functional.gelu(gate, approximate="tanh") * up
-        elif epilogue.up is not None:
-            found = functional.gelu(found, approximate="tanh") * epilogue.up
-        return found.to(x.dtype) if out is None else out.copy_(found)
-
-    def gated(self, x: Tensor, down: Weight) -> Tensor:
-        return self.product(x, GEGLU)
-
-    def parts(self, x: Tensor) -> Tensor:
-        return self.product(x)
+        return ((x / scale).to(E4M3).float() @ self.values.float().T * (scale * self.scale.T)).to(dtype)
 
 
 def model(folder: Path, parallel: Parallel, weights: Quantisation) -> Gemma4:

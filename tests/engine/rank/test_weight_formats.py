@@ -21,10 +21,8 @@ from engine.rank.load.slices import pieces
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Parallel, Single
-from engine.rank.weight import Weight
+from engine.rank.weight import OwnProduct, Weight
 from engine.weight_formats import FORMATS, PLAIN, StoredTensor, WeightFormat
-from kernels.activation import geglu
-from kernels.linear import NONE, Epilogue
 from tests.conftest import Nano
 from tests.support.engine.paged import caches, run_steps, script
 from tests.support.engine.recording import config_of
@@ -37,7 +35,7 @@ LENGTH = 70
 TOLERANCE = 1e-4  # fp32: the scale is multiplied before the product, or behind it
 
 
-class Int8Rows(Weight):
+class Int8Rows(OwnProduct):
     """W = values * scale, a scale a row."""
 
     values: Tensor
@@ -48,12 +46,10 @@ class Int8Rows(Weight):
     def weight(self) -> Tensor:  # type: ignore[override]
         return (self.values * self.scale).to(self.dtype)
 
-    def product(self, x: Tensor, epilogue: Epilogue = NONE, out: Tensor | None = None) -> Tensor:
-        """Its own product, scaled after the sum, where only the gate follows."""
-        if not epilogue.gated:
-            return super().product(x, epilogue, out)
+    def rows_product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Scaled after the sum."""
         Int8Rows.products += 1
-        return geglu(x @ self.values.t().to(x.dtype) * self.scale.t())
+        return (x @ self.values.t().to(x.dtype) * self.scale.t()).to(dtype)
 
 
 INT8 = WeightFormat(
