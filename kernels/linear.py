@@ -25,7 +25,7 @@ from kernels.activation import geglu, geglu_rows, gelu
 from kernels.four_bits import load_words, pair_tile, run_columns
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, shared_memory, trigger, wait
-from kernels.lora import NO_ADAPTERS, LowRank, expand_row, expand_rows, part_of, shrink, wait_for
+from kernels.lora import NO_ADAPTERS, LowRank, begun, expand_rows, expanded, part_of, row_values, rows_of_b
 from kernels.numerics import add_product, cast, prefetch
 from kernels.packed import (
     Activations,
@@ -162,21 +162,17 @@ def _run(
         inboxes = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": peers.nothing}
     blocks, columns = cdiv(len(x), tile.rows), cdiv(m, tile.bn)
     values, x_scale = operands(x, weight)
-    low = NO_ADAPTERS if added is None else added.launch(tile)
+    low = NO_ADAPTERS if added is None else added.shrink(tile)
     constexprs = {
         "M": m, "K": k, "ROWS": tile.rows, "BN": tile.bn, "BK": tile.bk, "warps": tile.warps, "stages": tile.stages,
         "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes, **low.constexprs,
     }  # fmt: skip
     ends = *low.arguments, up, out, pointers, rank, buffer, len(x)
-    columns += low.units
     if tile.kind == "gemv":
         launch(_gemv, (columns, blocks), values, x_scale, weight.values, weight.scale, *ends, EARLY=tile.early, **constexprs)
     else:
         matrix = weight.values, weight.scale, weight.zero
-        together = 0 if added is None else added.together
-        own = {
-            "SWAP": tile.swap, "SPLITS": tile.splits, "BLOCKS": blocks > 1, "GROUP": weight.group, "TOGETHER": together
-        }  # fmt: skip
+        own = {"SWAP": tile.swap, "SPLITS": tile.splits, "BLOCKS": blocks > 1, "GROUP": weight.group, "TOGETHER": low.together}
         launch(_gemm, (columns, tile.splits, blocks), values, x_scale, *matrix, *ends, **own, **constexprs)
     return out
 
@@ -211,12 +207,12 @@ def _add_products(sums, tile, values, LANE: constexpr):
     return sums + tl.sum(products, 2)
 
 
-@triton.jit(do_not_specialize=["groups", "units", "rank", "buffer", "T"])
+@triton.jit(do_not_specialize=["ctas", "rank", "buffer", "T"])
 def _gemv(
-    x, x_scale, weight, scale, plain, index, a, b, inner, done, groups, units, up, out, pointers, rank, buffer, T,
+    x, x_scale, weight, scale, index, b, inner, done, ctas, up, out, pointers, rank, buffer, T,
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
     SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr,
-    ADAPTERS: constexpr, SHARE: constexpr, SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
+    ADAPTERS: constexpr, SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of ROWS of the rows. A thread adds up products of neighbouring columns, 16 bytes of them, at once; the sum over
     threads comes last. The loop over K is unrolled, so that EARLY weight tiles are always on their way."""
@@ -224,13 +220,7 @@ def _gemv(
     TILES: constexpr = (K + BK - 1) // BK
     LANE: constexpr = 8 if scale is None else 16
     MATRICES: constexpr = 2 if GATED else 1
-    if RANK > 0:  # noqa: SIM102 (known when it is compiled)
-        if tl.program_id(0) < units:
-            wait(PDL)
-            if tl.program_id(1) == 0:
-                shrink(tl.program_id(0), plain, index, a, inner, done, groups, T, 0, K, RANK, PARTS, SHARE, SHARES)
-            return
-    start = (tl.program_id(0) - units) * BN if RANK > 0 else tl.program_id(0) * BN
+    start = tl.program_id(0) * BN
     column = start + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
@@ -238,8 +228,19 @@ def _gemv(
     for i in tl.static_range(min(EARLY, TILES)):
         for matrix in tl.static_range(MATRICES):
             tiles += (_load(base + matrix * M * K, i, K, BK, "evict_first"),)
-    wait(PDL)
     first = tl.program_id(1) * ROWS
+    if RANK > 0:
+        early = begun(done, ctas, PDL)
+        part = 0 if GATED else part_of(start, FIRST, SECOND)
+        low: tl.tuple = ()
+        of_b: tl.tuple = ()
+        for row in tl.static_range(ROWS):
+            adapter = tl.load(index + first + row)
+            for matrix in tl.static_range(MATRICES):
+                low += (row_values(inner, first + row, adapter, part + matrix, T, early, RANK, PARTS, SHARES),)
+                of_b += (rows_of_b(b, adapter, column + matrix * M, MATRICES * M, RANK, ADAPTERS),)
+    else:
+        wait(PDL)
     x += first * K
     sums: tl.tuple = ()
     for _ in tl.static_range(ROWS * MATRICES):
@@ -256,41 +257,40 @@ def _gemv(
         sums = added
     live = column < M
     if RANK > 0:
-        wait_for(done, units)
+        wait(PDL)
+        late: tl.tuple = ()
+        for row in tl.static_range(ROWS):
+            adapter = tl.load(index + first + row)
+            for matrix in tl.static_range(MATRICES):
+                rest = row_values(inner, first + row, adapter, part + matrix, T, early == 0, RANK, PARTS, SHARES)
+                late += (expanded(low[row * MATRICES + matrix] + rest, of_b[row * MATRICES + matrix]),)
     for row in tl.static_range(ROWS):
         at = tl.full([BN], row, tl.int32) + first
         total = scaled(tl.sum(sums[row * MATRICES], 1), x_scale, scale, at, column, M)
         if RANK > 0:
-            part = 0 if GATED else part_of(start, FIRST, SECOND)
-            total += expand_row(index, b, inner, first + row, column, part, T, M, RANK, PARTS, ADAPTERS, SHARES)
+            total += late[row * MATRICES]
         if GATED:
             second = scaled(tl.sum(sums[row * MATRICES + 1], 1), x_scale, scale, at, column + M, 2 * M)
             if RANK > 0:
-                second += expand_row(index, b, inner, first + row, column + M, 1, T, 2 * M, RANK, PARTS, ADAPTERS, SHARES)
+                second += late[row * MATRICES + 1]
             total = gelu(total) * second
         if UP > 0:
             total = gelu(total) * tl.load(up + at * UP + column, live, 0.0).to(tl.float32)
         _store(total, out, at, column, live, inboxes, rank, buffer, SIZE, INBOX_ROWS, WIDTH, EMPTY)
 
 
-@triton.jit(do_not_specialize=["groups", "units", "rank", "buffer", "T"])
+@triton.jit(do_not_specialize=["ctas", "rank", "buffer", "T"])
 def _gemm(
-    x, x_scale, weight, scale, zero, plain, index, a, b, inner, done, groups, units, up, out, pointers, rank, buffer, T,
+    x, x_scale, weight, scale, zero, index, b, inner, done, ctas, up, out, pointers, rank, buffer, T,
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, SWAP: constexpr, SPLITS: constexpr,
     BLOCKS: constexpr, GROUP: constexpr, GATED: constexpr, UP: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr,
     WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr, ADAPTERS: constexpr, TOGETHER: constexpr,
-    SHARE: constexpr, SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
+    SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of up to ROWS rows, with BLOCKS of one block of them; rows after T are zero: were they to repeat one, all CTAs
     would wait for its cache lines. Of SPLITS parts of the inner dimension a CTA has one. It has no trigger: the next kernel's CTAs
     would take the place of its own."""
-    if RANK > 0:  # noqa: SIM102 (known when it is compiled)
-        if tl.program_id(0) < units:
-            wait(PDL)
-            if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
-                shrink(tl.program_id(0), plain, index, a, inner, done, groups, T, ROWS, K, RANK, PARTS, SHARE, SHARES)
-            return
-    start = (tl.program_id(0) - units) * BN if RANK > 0 else tl.program_id(0) * BN
+    start = tl.program_id(0) * BN
     column = start + tl.arange(0, BN)
     at_row = tl.minimum(column, M - 1).to(tl.int64)[:, None]
     WORD: constexpr = 8 if GROUP > 0 else 1  # columns in an element of the weight
@@ -303,8 +303,19 @@ def _gemm(
     prefetch(base + lines)
     if GATED:
         prefetch(base + M * (K // WORD) + lines)
-    wait(PDL)
     row = tl.arange(0, ROWS)
+    if RANK > 0:
+        of_all = tl.arange(0, ROWS) + tl.program_id(2) * ROWS
+        b_lines = LINE * tl.arange(0, (TOGETHER * RANK + LINE - 1) // LINE)[None, :]
+        of_b = b + at_row * (ADAPTERS * RANK) + b_lines
+        prefetch(of_b)
+        if GATED:
+            prefetch(of_b + M * ADAPTERS * RANK)
+        begun(done, ctas, PDL)
+        of_row = tl.load(index + of_all, of_all < T, -1)
+        rows_of_all = T
+    else:
+        wait(PDL)
     if BLOCKS:
         block = tl.program_id(2) * ROWS
         T -= block
@@ -339,20 +350,18 @@ def _gemm(
         total = scaled_tile(total, x_scale, scale, rows, column, M, SWAP)
         if GATED:
             second = scaled_tile(second, x_scale, scale, rows, column + M, 2 * M, SWAP)
-    if RANK > 0:  # noqa: SIM102
+    if RANK > 0:
+        wait(PDL)
         if SPLITS == 1 or tl.program_id(1) == 0:
-            wait_for(done, units)
-            at = row + block if BLOCKS else row
-            rows_of_all = T + block if BLOCKS else T
             part = 0 if GATED else part_of(start, FIRST, SECOND)
             OUTPUTS: constexpr = 2 * M if GATED else M
             total = expand_rows(
-                total, index, b, inner, at, column, part, rows_of_all,
+                total, of_row, b, inner, of_all, column, part, rows_of_all,
                 OUTPUTS, RANK, PARTS, ADAPTERS, TOGETHER, SHARES, SWAP,
             )  # fmt: skip
             if GATED:
                 second = expand_rows(
-                    second, index, b, inner, at, column + M, 1, rows_of_all,
+                    second, of_row, b, inner, of_all, column + M, 1, rows_of_all,
                     OUTPUTS, RANK, PARTS, ADAPTERS, TOGETHER, SHARES, SWAP,
                 )  # fmt: skip
     if GATED:

@@ -5,16 +5,18 @@
 Part p has the outputs [ends[p - 1], ends[p]) and an A of its own: q, k and v are one product of the model, and three of an adapter.
 A's product is fp32; it is rounded to the matrices' dtype for B's, which is summed in fp32 and rounded with what it is added to.
 
-Of many rows, and of experts, two kernels after the product:
-
     `_shrink` (rows, adapter among theirs, columns of A's product, share of n)     fp32 sums of each share
+
+Of many rows, and of experts, another kernel follows the product:
+
     `_expand` (rows, adapter among theirs, outputs)                                adds the shares, multiplies by B, adds to `out`
 
-Of few rows the product's own kernel does both (`kernels.linear`). Its first CTAs are units of `shrink`; the others multiply by the
-model's matrix meanwhile, wait until all units have ended, and add B's product to their sums. A GPU starts CTAs in their order, so
-units that others wait for run or have run.
+Of few rows the product's own kernel does that (`kernels.linear`), and `_shrink` comes before it. They run at the same time: the
+product's kernel starts with `_shrink`, does not wait for its end before it multiplies by the model's matrix, and learns from a word
+that the kernels before `_shrink` have ended. All CTAs of `_shrink` run by then, so it does not wait for one that cannot start.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
+from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.numerics import add_product, cast
 from kernels.tiles import Tile
 
@@ -33,7 +35,7 @@ _SHARE = 768  # of the inner dimension, of a CTA of `_shrink`
 _MOST_SHARES = 16
 _TURN = 128  # of a share, at once
 _OUTPUTS = 64  # of a CTA of `_expand`
-_WIDTH = 16  # columns of A's product of a unit
+_WIDTH = 16  # columns of A's product of a CTA of `_shrink`, of few rows
 _MOST_RANK = 128  # that the product's own kernel takes
 _LAST = constexpr(0x7FFFFFFF)  # no adapter has this index
 
@@ -66,41 +68,34 @@ class LowRank(NamedTuple):
         """Add it to `out` [T, m] by kernels of its own."""
         add_lora(out, self.x, self.of_row, self.a, self.b, self.ends)
 
-    @property
-    def together(self) -> int:
-        """How many adapters the kernel for several rows takes at once."""
-        adapters, _, rank = self.b.shape
-        return min(next_power_of_2(adapters), _MOST_RANK // rank)
-
-    def launch(self, tile: Tile) -> "LowRankLaunch":
-        """What the product's own kernel takes, with this tile."""
+    def shrink(self, tile: Tile) -> "Shrunk":
+        """Start A's product for the product's own kernel, with this tile."""
         check_contiguous(self.x, self.of_row, self.a)
-        (rows, n), (adapters, m, r), parts = self.x.shape, self.b.shape, len(self.ends)
+        n, (adapters, m, r), parts = self.x.shape[1], self.b.shape, len(self.ends)
         assert self.ends[-1] == m, (self.ends, self.b.shape)
         assert self.a.shape == (adapters, parts * r, n), (self.a.shape, self.b.shape, n)
-        shares, share = _shares(n)
-        groups = min(tile.rows, rows, adapters) if tile.kind == "gemm" else 1
-        units = cdiv(rows, tile.rows if tile.kind == "gemm" else 1) * groups * (parts * r // _WIDTH) * shares
-        inner = torch.empty((shares, rows, parts * r), dtype=torch.float32, device=self.x.device)
+        block = tile.rows if tile.kind == "gemm" else 1
+        inner, ctas = _shrink_all(self.x, self.of_row, self.a, parts * r, block, _WIDTH, self.done)
         first, second = [*self.ends, m, m][:2]
-        numbers = r, parts, adapters, share, shares, first, second
-        return LowRankLaunch(units, (self.x, self.of_row, self.a, self.b, inner, self.done, groups, units), _constexprs(numbers))
+        arguments = self.of_row, self.b, inner, self.done, ctas
+        together = min(next_power_of_2(adapters), _MOST_RANK // r)
+        return Shrunk(arguments, _constexprs((r, parts, adapters, len(inner), first, second)), together)
 
 
-class LowRankLaunch(NamedTuple):
-    """units: CTAs before the product's; arguments and constexprs of the product's kernel."""
+class Shrunk(NamedTuple):
+    """Arguments and constexprs of the product's kernel. together: how many adapters the one for several rows takes at once."""
 
-    units: int
     arguments: tuple[Any, ...]
     constexprs: dict[str, int]
+    together: int
 
 
 def _constexprs(numbers: tuple[int, ...]) -> dict[str, int]:
-    names = "RANK", "PARTS", "ADAPTERS", "SHARE", "SHARES", "FIRST", "SECOND"
+    names = "RANK", "PARTS", "ADAPTERS", "SHARES", "FIRST", "SECOND"
     return dict(zip(names, numbers, strict=True))
 
 
-NO_ADAPTERS = LowRankLaunch(0, (None,) * 6 + (0, 0), _constexprs((0,) * 7))
+NO_ADAPTERS = Shrunk((None, None, None, None, 0), _constexprs((0,) * 6), 0)
 
 
 def add_lora(out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: tuple[int, ...]) -> None:
@@ -117,30 +112,34 @@ def add_lora(out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: 
     if not enabled(x):
         _reference(out, x, index, a, b, ends)
         return
-    shares, share = _shares(n)
+    width = min(r & -r, 64)  # at most the largest power of 2 that divides r
+    inner, _ = _shrink_all(x, index, a, parts * r, _ROWS, width)
     blocks = cdiv(rows, _ROWS)
     groups = min(rows, _ROWS, a.shape[0])
-    inner = torch.empty((shares, rows, parts * r), dtype=torch.float32, device=x.device)
-    width = r & -r  # the largest power of 2 that divides it
-    width = min(width, 64)
-    launch(
-        _shrink, (blocks * groups, parts * r // width, shares), x, a, index, inner, rows, groups,
-        N=n, INNER=parts * r, WIDTH=width, SHARE=share, ROWS=_ROWS, TURN=_TURN,
-    )  # fmt: skip
     bounds = [*ends, *[m] * (3 - parts)]
     widths = [end - start for start, end in zip([0, *bounds], bounds, strict=False)]
     grid = blocks * groups, sum(cdiv(width, _OUTPUTS) for width in widths)
     launch(
         _expand, grid, inner, b, index, out, rows, groups,
-        M=m, RANK=r, OF_ADAPTER=b.stride(0), OF_OUTPUT=b.stride(1), INNER=parts * r, SHARES=shares, TURN=width,
+        M=m, RANK=r, OF_ADAPTER=b.stride(0), OF_OUTPUT=b.stride(1), INNER=parts * r, SHARES=len(inner), TURN=width,
         FIRST=bounds[0], SECOND=bounds[1], ROWS=_ROWS, OUTPUTS=_OUTPUTS,
     )  # fmt: skip
 
 
-def _shares(n: int) -> tuple[int, int]:
-    """How many shares the inner dimension has, and columns of one."""
+def _shrink_all(
+    x: Tensor, index: Tensor, a: Tensor, columns: int, block: int, width: int, done: Tensor | None = None
+) -> tuple[Tensor, int]:
+    """A's product of all rows, fp32 [shares, T, columns], by CTAs of `block` rows and `width` columns; and the number of CTAs."""
+    rows, n = x.shape
     share = cdiv(cdiv(n, min(_MOST_SHARES, cdiv(n, _SHARE))), _TURN) * _TURN
-    return cdiv(n, share), share
+    inner = torch.empty((cdiv(n, share), rows, columns), dtype=torch.float32, device=x.device)
+    groups = min(rows, block, a.shape[0])
+    grid = cdiv(rows, block) * groups, columns // width, len(inner)
+    launch(
+        _shrink, grid, x, a, index, inner, done, rows, groups,
+        N=n, INNER=columns, WIDTH=width, SHARE=share, ROWS=block, TURN=_TURN,
+    )  # fmt: skip
+    return inner, math.prod(grid)
 
 
 def _reference(out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: Sequence[int]) -> None:
@@ -204,44 +203,14 @@ def _shrink_row(
 
 
 @triton.jit
-def shrink(
-    unit, x, index, a, inner, done, groups, T,
-    ROWS: constexpr, N: constexpr, RANK: constexpr, PARTS: constexpr, SHARE: constexpr, SHARES: constexpr,
-):  # fmt: skip
-    """A unit of A's product. ROWS: in a block of the product's kernel, each row alone where that is 0."""
-    INNER: constexpr = PARTS * RANK
-    CHUNKS: constexpr = INNER // 16
-    share = unit % SHARES
-    first = unit // SHARES % CHUNKS * 16
-    of_rows = unit // (SHARES * CHUNKS)
-    if ROWS == 0:
-        adapter = tl.load(index + of_rows)
-        if adapter >= 0:
-            _shrink_row(x, a, inner, of_rows, adapter, first, share, T, N, INNER, 16, SHARE, 128)
-    else:
-        row = of_rows // groups * ROWS + tl.arange(0, ROWS)
-        own = tl.load(index + row, row < T, -1)
-        adapter = _adapter(own, of_rows % groups, _LAST)
-        if adapter < _LAST:
-            _shrink_rows(x, a, inner, row, own, adapter, first, share, T, N, INNER, 16, SHARE, 128)
-    tl.debug_barrier()
-    tl.atomic_add(done, 1, sem="release")
-
-
-@triton.jit
-def _ended(done):
-    """How many units have ended; what they wrote is visible."""
-    if INTERPRET:
-        return tl.load(done)
-    return tl.inline_asm_elementwise("ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [done], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def wait_for(done, units):
-    """Until all units have ended."""
-    ended = _ended(done)
-    while ended < units:
-        ended = _ended(done)
+def begun(done, ctas, PDL: constexpr):
+    """Waits until the kernels before `_shrink` have ended; what they wrote is visible then. Whether `_shrink` has ended too."""
+    state = 2 * ctas
+    if PDL:
+        state = tl.atomic_add(done, 0, sem="acquire")
+        while state == 0:
+            state = tl.atomic_add(done, 0, sem="acquire")
+    return state == 2 * ctas
 
 
 @triton.jit
@@ -251,31 +220,37 @@ def part_of(column, FIRST: constexpr, SECOND: constexpr):
 
 
 @triton.jit
-def expand_row(
-    index, b, inner, row, column, part, T,
-    M: constexpr, RANK: constexpr, PARTS: constexpr, ADAPTERS: constexpr, SHARES: constexpr,
-):  # fmt: skip
-    """B's product of a row: what is added to its outputs `column` [BN]."""
-    adapter = tl.load(index + row)
-    lane = tl.arange(0, RANK)
+def row_values(inner, row, adapter, part, T, wanted, RANK: constexpr, PARTS: constexpr, SHARES: constexpr):
+    """A's product of a row [RANK], where it is `wanted` and the row has an adapter."""
+    at = inner + row * (PARTS * RANK) + part * RANK + tl.arange(0, RANK)
     values = tl.zeros([RANK], tl.float32)
     for share in tl.static_range(SHARES):
-        values += tl.load(inner + (share * T + row) * (PARTS * RANK) + part * RANK + lane, adapter >= 0, 0.0, cache_modifier=".cg")
+        values += tl.load(at + share * T * (PARTS * RANK), wanted & (adapter >= 0), 0.0, cache_modifier=".cg")
+    return values
+
+
+@triton.jit
+def rows_of_b(b, adapter, column, M: constexpr, RANK: constexpr, ADAPTERS: constexpr):
+    """An adapter's B for the outputs `column` [BN]; zeros of none."""
     inside = (column < M)[:, None] & (adapter >= 0)
-    tile = tl.load(b + (column.to(tl.int64)[:, None] * ADAPTERS + adapter) * RANK + lane[None, :], inside, 0.0)
-    return tl.sum(tile.to(tl.float32) * cast(values, b.dtype.element_ty).to(tl.float32)[None, :], 1)
+    return tl.load(b + (column.to(tl.int64)[:, None] * ADAPTERS + adapter) * RANK + tl.arange(0, RANK)[None, :], inside, 0.0)
+
+
+@triton.jit
+def expanded(values, tile):
+    """B's product of a row: what is added to its outputs."""
+    return tl.sum(tile.to(tl.float32) * cast(values, tile.dtype).to(tl.float32)[None, :], 1)
 
 
 @triton.jit
 def expand_rows(
-    total, index, b, inner, row, column, part, T,
+    total, own, b, inner, row, column, part, T,
     M: constexpr, RANK: constexpr, PARTS: constexpr, ADAPTERS: constexpr, TOGETHER: constexpr, SHARES: constexpr,
     SWAP: constexpr,
 ):  # fmt: skip
     """`total` [ROWS, BN], or with SWAP [BN, ROWS], and B's product of the rows. TOGETHER adapters are one matrix: a row's values
-    stand in its own adapter's columns, with zeros in the others'."""
+    stand in its own adapter's columns, with zeros in the others'. own: each row's adapter."""
     COLUMNS: constexpr = TOGETHER * RANK
-    own = tl.load(index + row, row < T, -1)
     lane = tl.arange(0, RANK)
     of_row = inner + row[:, None] * (PARTS * RANK) + part * RANK + lane[None, :]
     values = tl.zeros([row.shape[0], RANK], tl.float32)
@@ -296,18 +271,29 @@ def expand_rows(
 
 @triton.jit(do_not_specialize=["T", "groups"])
 def _shrink(
-    x, a, index, inner, T, groups,
+    x, a, index, inner, done, T, groups,
     N: constexpr, INNER: constexpr, WIDTH: constexpr, SHARE: constexpr, ROWS: constexpr, TURN: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Up to ROWS rows times WIDTH rows of A, over SHARE of the inner dimension."""
+    """Up to ROWS rows times WIDTH rows of A, over SHARE of the inner dimension. Each CTA adds 1 to `done` at its start and its
+    end."""
     trigger(PDL)
     wait(PDL)
-    row = tl.program_id(0) // groups * ROWS + tl.arange(0, ROWS)
-    own = tl.load(index + row, row < T, -1)
-    adapter = _adapter(own, tl.program_id(0) % groups, _LAST)
-    if adapter < _LAST:
-        first = tl.program_id(1) * WIDTH
-        _shrink_rows(x, a, inner, row, own, adapter, first, tl.program_id(2), T, N, INNER, WIDTH, SHARE, TURN)
+    if PDL and done is not None:
+        tl.atomic_add(done, 1, sem="release")
+    first, share = tl.program_id(1) * WIDTH, tl.program_id(2)
+    if ROWS == 1:
+        adapter = tl.load(index + tl.program_id(0))
+        if adapter >= 0:
+            _shrink_row(x, a, inner, tl.program_id(0), adapter, first, share, T, N, INNER, WIDTH, SHARE, TURN)
+    else:
+        row = tl.program_id(0) // groups * ROWS + tl.arange(0, ROWS)
+        own = tl.load(index + row, row < T, -1)
+        adapter = _adapter(own, tl.program_id(0) % groups, _LAST)
+        if adapter < _LAST:
+            _shrink_rows(x, a, inner, row, own, adapter, first, share, T, N, INNER, WIDTH, SHARE, TURN)
+    if PDL and done is not None:
+        tl.debug_barrier()
+        tl.atomic_add(done, 1, sem="release")
 
 
 @triton.jit(do_not_specialize=["T", "groups"])
