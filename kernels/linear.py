@@ -25,7 +25,7 @@ from kernels.activation import geglu, geglu_rows, gelu
 from kernels.four_bits import load_words, pair_tile, run_columns
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, shared_memory, trigger, wait
-from kernels.lora import NO_ADAPTERS, LowRank, begun, expand_rows, expanded, part_of, row_values, rows_of_b
+from kernels.lora import NO_ADAPTERS, LowRank, expand_rows, expanded, part_of, row_values, rows_of_b, wait_for_x
 from kernels.numerics import add_product, cast, prefetch
 from kernels.packed import (
     Activations,
@@ -167,11 +167,12 @@ def _run(
         "M": m, "K": k, "ROWS": tile.rows, "BN": tile.bn, "BK": tile.bk, "warps": tile.warps, "stages": tile.stages,
         "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes, **low.constexprs,
     }  # fmt: skip
-    ends = *low.arguments, up, out, pointers, rank, buffer, len(x)
+    ends = up, out, pointers, rank, buffer, len(x)
     if tile.kind == "gemv":
-        launch(_gemv, (columns, blocks), values, x_scale, weight.values, weight.scale, *ends, EARLY=tile.early, **constexprs)
+        starts = values, x_scale, weight.values, weight.scale, *low.arguments[:-1]
+        launch(_gemv, (columns, blocks), *starts, *ends, EARLY=tile.early, **constexprs)
     else:
-        matrix = weight.values, weight.scale, weight.zero
+        matrix = weight.values, weight.scale, weight.zero, *low.arguments
         own = {"SWAP": tile.swap, "SPLITS": tile.splits, "BLOCKS": blocks > 1, "GROUP": weight.group, "TOGETHER": low.together}
         launch(_gemm, (columns, tile.splits, blocks), values, x_scale, *matrix, *ends, **own, **constexprs)
     return out
@@ -207,9 +208,9 @@ def _add_products(sums, tile, values, LANE: constexpr):
     return sums + tl.sum(products, 2)
 
 
-@triton.jit(do_not_specialize=["ctas", "rank", "buffer", "T"])
+@triton.jit(do_not_specialize=["rank", "buffer", "T"])
 def _gemv(
-    x, x_scale, weight, scale, index, b, inner, done, ctas, up, out, pointers, rank, buffer, T,
+    x, x_scale, weight, scale, index, b, inner, up, out, pointers, rank, buffer, T,
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
     SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr,
     ADAPTERS: constexpr, SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
@@ -228,19 +229,17 @@ def _gemv(
     for i in tl.static_range(min(EARLY, TILES)):
         for matrix in tl.static_range(MATRICES):
             tiles += (_load(base + matrix * M * K, i, K, BK, "evict_first"),)
+    wait(PDL)
     first = tl.program_id(1) * ROWS
+    low: tl.tuple = ()
     if RANK > 0:
-        early = begun(done, ctas, PDL)
         part = 0 if GATED else part_of(start, FIRST, SECOND)
-        low: tl.tuple = ()
-        of_b: tl.tuple = ()
         for row in tl.static_range(ROWS):
             adapter = tl.load(index + first + row)
             for matrix in tl.static_range(MATRICES):
-                low += (row_values(inner, first + row, adapter, part + matrix, T, early, RANK, PARTS, SHARES),)
-                of_b += (rows_of_b(b, adapter, column + matrix * M, MATRICES * M, RANK, ADAPTERS),)
-    else:
-        wait(PDL)
+                values = row_values(inner, first + row, adapter, part + matrix, T, RANK, PARTS, SHARES)
+                of_b = rows_of_b(b, adapter, column + matrix * M, MATRICES * M, RANK, ADAPTERS)
+                low += (expanded(values, of_b),)
     x += first * K
     sums: tl.tuple = ()
     for _ in tl.static_range(ROWS * MATRICES):
@@ -256,32 +255,24 @@ def _gemv(
                 added += (_add_products(sums[row * MATRICES + matrix], tiles[i * MATRICES + matrix], values, LANE),)
         sums = added
     live = column < M
-    if RANK > 0:
-        wait(PDL)
-        late: tl.tuple = ()
-        for row in tl.static_range(ROWS):
-            adapter = tl.load(index + first + row)
-            for matrix in tl.static_range(MATRICES):
-                rest = row_values(inner, first + row, adapter, part + matrix, T, early == 0, RANK, PARTS, SHARES)
-                late += (expanded(low[row * MATRICES + matrix] + rest, of_b[row * MATRICES + matrix]),)
     for row in tl.static_range(ROWS):
         at = tl.full([BN], row, tl.int32) + first
         total = scaled(tl.sum(sums[row * MATRICES], 1), x_scale, scale, at, column, M)
         if RANK > 0:
-            total += late[row * MATRICES]
+            total += low[row * MATRICES]
         if GATED:
             second = scaled(tl.sum(sums[row * MATRICES + 1], 1), x_scale, scale, at, column + M, 2 * M)
             if RANK > 0:
-                second += late[row * MATRICES + 1]
+                second += low[row * MATRICES + 1]
             total = gelu(total) * second
         if UP > 0:
             total = gelu(total) * tl.load(up + at * UP + column, live, 0.0).to(tl.float32)
         _store(total, out, at, column, live, inboxes, rank, buffer, SIZE, INBOX_ROWS, WIDTH, EMPTY)
 
 
-@triton.jit(do_not_specialize=["ctas", "rank", "buffer", "T"])
+@triton.jit(do_not_specialize=["rank", "buffer", "T"])
 def _gemm(
-    x, x_scale, weight, scale, zero, index, b, inner, done, ctas, up, out, pointers, rank, buffer, T,
+    x, x_scale, weight, scale, zero, index, b, inner, begun, up, out, pointers, rank, buffer, T,
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, SWAP: constexpr, SPLITS: constexpr,
     BLOCKS: constexpr, GROUP: constexpr, GATED: constexpr, UP: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr,
     WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr, ADAPTERS: constexpr, TOGETHER: constexpr,
@@ -311,7 +302,7 @@ def _gemm(
         prefetch(of_b)
         if GATED:
             prefetch(of_b + M * ADAPTERS * RANK)
-        begun(done, ctas, PDL)
+        wait_for_x(begun, PDL)
         of_row = tl.load(index + of_all, of_all < T, -1)
         rows_of_all = T
     else:

@@ -11,12 +11,12 @@ Of many rows, and of experts, another kernel follows the product:
 
     `_expand` (rows, adapter among theirs, outputs)                                adds the shares, multiplies by B, adds to `out`
 
-Of few rows the product's own kernel does that (`kernels.linear`), and `_shrink` comes before it. They run at the same time: the
-product's kernel starts with `_shrink`, does not wait for its end before it multiplies by the model's matrix, and learns from a word
-that the kernels before `_shrink` have ended. All CTAs of `_shrink` run by then, so it does not wait for one that cannot start.
+Of few rows the product's own kernel does that (`kernels.linear`), and `_shrink` comes before it. Of three rows or more both run at
+the same time: the product's kernel multiplies by the model's matrix before `_shrink` has ended. It learns from a word that the
+kernels before have ended. All CTAs of `_shrink` run by then, so it does not wait for one that cannot start. Of one row or two it has
+too many CTAs to ask for that word.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class LowRank(NamedTuple):
     a       [adapters, parts * r, n]
     b       [adapters, m, r]; its memory is [m, adapters, r], or of experts' adapters contiguous
     ends    of the parts' outputs, one to three
-    done    int32 [1], 0: a word of this product alone
+    begun   int32 [1], 0: a word of this product alone
     """
 
     x: Tensor
@@ -56,7 +56,7 @@ class LowRank(NamedTuple):
     a: Tensor
     b: Tensor
     ends: tuple[int, ...]
-    done: Tensor
+    begun: Tensor
 
     def fits(self, tile: Tile, *, gated: bool) -> bool:
         """Whether the product's own kernel, with this tile, adds it."""
@@ -74,10 +74,11 @@ class LowRank(NamedTuple):
         n, (adapters, m, r), parts = self.x.shape[1], self.b.shape, len(self.ends)
         assert self.ends[-1] == m, (self.ends, self.b.shape)
         assert self.a.shape == (adapters, parts * r, n), (self.a.shape, self.b.shape, n)
-        block = tile.rows if tile.kind == "gemm" else 1
-        inner, ctas = _shrink_all(self.x, self.of_row, self.a, parts * r, block, _WIDTH, self.done)
+        early = tile.kind == "gemm"
+        begun = self.begun if early else None
+        inner = _shrink_all(self.x, self.of_row, self.a, parts * r, tile.rows if early else 1, _WIDTH, begun)
         first, second = [*self.ends, m, m][:2]
-        arguments = self.of_row, self.b, inner, self.done, ctas
+        arguments = self.of_row, self.b, inner, begun
         together = min(next_power_of_2(adapters), _MOST_RANK // r)
         return Shrunk(arguments, _constexprs((r, parts, adapters, len(inner), first, second)), together)
 
@@ -95,7 +96,7 @@ def _constexprs(numbers: tuple[int, ...]) -> dict[str, int]:
     return dict(zip(names, numbers, strict=True))
 
 
-NO_ADAPTERS = Shrunk((None, None, None, None, 0), _constexprs((0,) * 6), 0)
+NO_ADAPTERS = Shrunk((None, None, None, None), _constexprs((0,) * 6), 0)
 
 
 def add_lora(out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: tuple[int, ...]) -> None:
@@ -113,7 +114,7 @@ def add_lora(out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: 
         _reference(out, x, index, a, b, ends)
         return
     width = min(r & -r, 64)  # at most the largest power of 2 that divides r
-    inner, _ = _shrink_all(x, index, a, parts * r, _ROWS, width)
+    inner = _shrink_all(x, index, a, parts * r, _ROWS, width)
     blocks = cdiv(rows, _ROWS)
     groups = min(rows, _ROWS, a.shape[0])
     bounds = [*ends, *[m] * (3 - parts)]
@@ -126,20 +127,18 @@ def add_lora(out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: 
     )  # fmt: skip
 
 
-def _shrink_all(
-    x: Tensor, index: Tensor, a: Tensor, columns: int, block: int, width: int, done: Tensor | None = None
-) -> tuple[Tensor, int]:
-    """A's product of all rows, fp32 [shares, T, columns], by CTAs of `block` rows and `width` columns; and the number of CTAs."""
+def _shrink_all(x: Tensor, index: Tensor, a: Tensor, columns: int, block: int, width: int, begun: Tensor | None = None) -> Tensor:
+    """A's product of all rows, fp32 [shares, T, columns], by CTAs of `block` rows and `width` columns."""
     rows, n = x.shape
     share = cdiv(cdiv(n, min(_MOST_SHARES, cdiv(n, _SHARE))), _TURN) * _TURN
     inner = torch.empty((cdiv(n, share), rows, columns), dtype=torch.float32, device=x.device)
     groups = min(rows, block, a.shape[0])
     grid = cdiv(rows, block) * groups, columns // width, len(inner)
     launch(
-        _shrink, grid, x, a, index, inner, done, rows, groups,
+        _shrink, grid, x, a, index, inner, begun, rows, groups,
         N=n, INNER=columns, WIDTH=width, SHARE=share, ROWS=block, TURN=_TURN,
     )  # fmt: skip
-    return inner, math.prod(grid)
+    return inner
 
 
 def _reference(out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: Sequence[int]) -> None:
@@ -203,14 +202,12 @@ def _shrink_row(
 
 
 @triton.jit
-def begun(done, ctas, PDL: constexpr):
-    """Waits until the kernels before `_shrink` have ended; what they wrote is visible then. Whether `_shrink` has ended too."""
-    state = 2 * ctas
+def wait_for_x(begun, PDL: constexpr):
+    """Waits until the kernels before `_shrink` have ended; what they wrote is visible then."""
     if PDL:
-        state = tl.atomic_add(done, 0, sem="acquire")
+        state = tl.atomic_add(begun, 0, sem="acquire")
         while state == 0:
-            state = tl.atomic_add(done, 0, sem="acquire")
-    return state == 2 * ctas
+            state = tl.atomic_add(begun, 0, sem="acquire")
 
 
 @triton.jit
@@ -220,12 +217,12 @@ def part_of(column, FIRST: constexpr, SECOND: constexpr):
 
 
 @triton.jit
-def row_values(inner, row, adapter, part, T, wanted, RANK: constexpr, PARTS: constexpr, SHARES: constexpr):
-    """A's product of a row [RANK], where it is `wanted` and the row has an adapter."""
+def row_values(inner, row, adapter, part, T, RANK: constexpr, PARTS: constexpr, SHARES: constexpr):
+    """A's product of a row [RANK]; zeros where it has no adapter."""
     at = inner + row * (PARTS * RANK) + part * RANK + tl.arange(0, RANK)
     values = tl.zeros([RANK], tl.float32)
     for share in tl.static_range(SHARES):
-        values += tl.load(at + share * T * (PARTS * RANK), wanted & (adapter >= 0), 0.0, cache_modifier=".cg")
+        values += tl.load(at + share * T * (PARTS * RANK), adapter >= 0, 0.0, cache_modifier=".cg")
     return values
 
 
@@ -271,15 +268,14 @@ def expand_rows(
 
 @triton.jit(do_not_specialize=["T", "groups"])
 def _shrink(
-    x, a, index, inner, done, T, groups,
+    x, a, index, inner, begun, T, groups,
     N: constexpr, INNER: constexpr, WIDTH: constexpr, SHARE: constexpr, ROWS: constexpr, TURN: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Up to ROWS rows times WIDTH rows of A, over SHARE of the inner dimension. Each CTA adds 1 to `done` at its start and its
-    end."""
+    """Up to ROWS rows times WIDTH rows of A, over SHARE of the inner dimension. `begun` is not 0 once x is there."""
     trigger(PDL)
     wait(PDL)
-    if PDL and done is not None:
-        tl.atomic_add(done, 1, sem="release")
+    if PDL and begun is not None:
+        tl.atomic_add(begun, 1, sem="release")
     first, share = tl.program_id(1) * WIDTH, tl.program_id(2)
     if ROWS == 1:
         adapter = tl.load(index + tl.program_id(0))
@@ -291,9 +287,6 @@ def _shrink(
         adapter = _adapter(own, tl.program_id(0) % groups, _LAST)
         if adapter < _LAST:
             _shrink_rows(x, a, inner, row, own, adapter, first, share, T, N, INNER, WIDTH, SHARE, TURN)
-    if PDL and done is not None:
-        tl.debug_barrier()
-        tl.atomic_add(done, 1, sem="release")
 
 
 @triton.jit(do_not_specialize=["T", "groups"])

@@ -37,9 +37,9 @@ class AdapterStack(nn.Module):
         self.a = nn.Parameter(a, requires_grad=False)
         self.b = nn.Parameter(b, requires_grad=False)
 
-    def added(self, x: Tensor, index: Tensor, done: Tensor) -> LowRank:
-        """What the rows' adapters make of x [T, n]. index: int32 [T]; done: a word of this product alone, 0."""
-        return LowRank(x, index, self.a, self.b, self.ends, done)
+    def added(self, x: Tensor, index: Tensor, begun: Tensor) -> LowRank:
+        """What the rows' adapters make of x [T, n]. index: int32 [T]; begun: a word of this product alone, 0."""
+        return LowRank(x, index, self.a, self.b, self.ends, begun)
 
     def add(self, out: Tensor, x: Tensor, index: Tensor) -> None:
         """Add what the rows' adapters make of x [T, n] to out [T, m]. index: int32 [T]."""
