@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from deploy.models.resolve import resolve
 from engine.core.loop import make_scheduler
 from engine.protocol import SamplingParams
-from tests.nano.exercises import exam
 from tests.nano.nano_shapes import SHAPES
-from tests.nano.train import ExampleBuilder, TrainingExample
 from tests.support.engine.ranks import Ranks
 from tests.support.engine.recording import config_of
 from tests.support.engine.scheduling import request_of
+from training.exercises import exam
+from training.train import ExampleBuilder, TrainingExample
 
 PAGES, RANKS = (40, 16), 4
 SKILLS = ("describe", "nested", "json", "add")

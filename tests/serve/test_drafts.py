@@ -15,10 +15,10 @@ import pytest
 
 from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
-from tests.nano.exercises import drawing, exam
-from tests.nano.tool_exercises import LOOKUPS, native
 from tests.support.stack.serve_process import Stack, figures, memory_mb, wait
 from tests.support.stack.streamed_chat import same_without_drafts
+from training.exercises import drawing, exam
+from training.tool_exercises import LOOKUPS, native
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -28,15 +28,15 @@ from openai.types.chat import ChatCompletion
 from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
 from engine.vision_geometry import read_vision
-from tests.nano.exercise_form import Exercise
-from tests.nano.exercises import drawing, exam, right, skills
-from tests.nano.pictures import drawn, look
 from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
 from tests.support.load.request import Endpoint
 from tests.support.stack import serve_process
 from tests.support.stack.death_probes import KILLED_S, rounds
 from tests.support.stack.serve_process import LOOPBACK, Reader, Stack, command_line, figures, open_streams, serves_again, wait
 from tests.support.stack.streamed_chat import StreamedChat, ask, same_without_drafts
+from training.exercise_form import Exercise
+from training.exercises import drawing, exam, right, skills
+from training.pictures import drawn, look
 
 pytestmark = pytest.mark.serve
 
