@@ -47,7 +47,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "(alone or serve) and not (gpu or gpu4 or slow)" $(PYTEST_ARGS) && exit $$shared
 
 test-full: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests training $(PYTEST_ARGS)
 
 test-artefacts: export QUARTET_BUILD_OPTIONS ?=
 test-artefacts: $(VENV)/.installed-artefacts

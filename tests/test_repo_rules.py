@@ -56,6 +56,9 @@ COMMON = {
     )
 }
 
+# Not in the packages: the tests, and the training of the nano models.
+TESTED = sorted(path for folder in ("tests", "training") for path in (ROOT / folder).rglob("*.py"))
+
 # Modules whose name is not theirs alone yet.
 STANDING = {"kernels.slots"}
 
@@ -164,7 +167,7 @@ def test_files_of_the_core_are_short() -> None:
 
 def test_every_test_file_names_its_tier() -> None:
     """Every test file sets `pytestmark` to exactly one tier, so that no tier runs what it cannot."""
-    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    paths = [path for path in TESTED if path.name.startswith("test_")]
     complaints = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in tier_complaints(path.read_text())]
     assert not complaints, "\n".join(complaints)
 
@@ -228,7 +231,7 @@ def test_a_repeated_name_is_caught() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     """Every module of the packages and of the tests has a docstring."""
-    paths = [*sources(), *sorted((ROOT / "tests").rglob("*.py"))]
+    paths = [*sources(), *TESTED]
     complaints = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in docstring_complaints(path.read_text())]
     assert not complaints, "\n".join(complaints)
 

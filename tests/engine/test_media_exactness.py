@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -33,20 +33,50 @@ from engine.rank.runner import Runner
 from engine.rank.stages.encode_stage import EncodeStage
 from engine.rank.step import StepBuffers
 from tests.conftest import Nano
+from tests.nano.model_shapes import AudioShape, ModelShape, VisionShape
 from tests.nano.nano_shapes import SHAPES
+from tests.nano.random_models import write
+from tests.nano.random_weights import draw
 from tests.support.engine.drive import Answer, Request, ask_all, attached, booted, still
 from tests.support.engine.plan_stream import different_tokens, logprob_error
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import config_of, padded_shapes
 from tests.support.engine.scheduling import request_of
 from tests.support.engine.threads import ThreadParallel, run_ranks
-from tests.support.judge import odd_checkpoints
 from tests.support.judge.near_tie import Match, compare
-from tests.support.judge.odd_checkpoints import ODD
 from tests.support.judge.oracle import judge, load_oracle
 from tests.support.judge.pictures import Prompt, as_inputs, pictures
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("forked_groups")]
+
+_wide = VisionShape(36, 3399, layers=3, heads=3, head_dim=20, mlp=52, clipped=True)
+_narrow = VisionShape(52, 3360, layers=1, heads=1, head_dim=36, mlp=44, clipped=True)
+_deep = VisionShape(44, 3366, layers=3, heads=5, head_dim=12, mlp=60, standardize=True)
+_flat = VisionShape(76, 3375, layers=1, heads=2, head_dim=28, mlp=20, standardize=True)
+_tower = AudioShape(40, layers=1, heads=5, channels=(128, 12), output=28)
+_small_tower = AudioShape(24, layers=3, heads=3, channels=(128, 20), output=36)
+
+ODD: dict[str, ModelShape] = {
+    member: replace(SHAPES[member], **sizes)
+    for member, sizes in {
+        "e2b": {"hidden": 56, "groups": 3, "sliding": 1, "mlp": 88, "ple": 24, "window": 45, "vision": _wide, "audio": _tower},
+        "e4b": {"hidden": 104, "heads": 6, "kv_heads": 3, "mlp": 72, "ple": 8, "vision": _narrow, "audio": _small_tower},
+        "12b": {"hidden": 88, "heads": 4, "mlp": 104, "window": 77, "vision": VisionShape(36, 1133), "audio": AudioShape(600)},
+        "26b-a4b": {"hidden": 72, "groups": 2, "sliding": 2, "experts": 10, "top_k": 3, "moe_mlp": 40, "vision": _deep},
+        "31b": {"hidden": 120, "heads": 6, "kv_heads": 3, "kv_heads_full": 2, "mlp": 56, "window": 51, "vision": _flat},
+    }.items()
+}
+
+
+def odd_checkpoint(member: str, folder: Path) -> Path:
+    """The odd checkpoint of a member, loaded and saved by transformers into `folder`, in many shards."""
+    drafted = folder / "drafted"
+    drafted.mkdir(parents=True)
+    write(ODD[member], drafted, partial(draw, shape=ODD[member], seed=0), "float32")
+    load_oracle(drafted).save_pretrained(folder / "saved", max_shard_size="1MB")
+    transformers.Gemma4ImageProcessorPil().save_pretrained(folder / "saved")  # the other, and the 12B's, need torchvision
+    return folder / "saved"
+
 
 TOLERANCE = 1e-4
 FAULT = 100 * TOLERANCE
@@ -141,7 +171,7 @@ def case(nano: Nano, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
     @cache
     def make(name: str) -> Case:
         member = name.removeprefix("odd ")
-        folder = nano(member) if name == member else odd_checkpoints.save(member, tmp_path_factory.mktemp(name))
+        folder = nano(member) if name == member else odd_checkpoint(member, tmp_path_factory.mktemp(name))
         config = config_of(folder, 1, max_seqs=4, max_len=1400, prefill_budget=64, pages=PAGES)
         return Case(config, [*heard(member, folder), *prompts(member, read_geometry(folder))], load_oracle(folder))
 

@@ -11,13 +11,14 @@ lies under flashinfer/data/aot already; nothing is fetched. On SM100 the kernels
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from engine.config import engine_config
 from engine.errors import PageViolation
 from engine.geometry import kv_groups, read_geometry
-from engine.plan import StepPlan, single_rows
+from engine.plan import StepPlan, StepResult, decode_result, encode_plan, single_rows
 from engine.rank.attention import trtllm
 from engine.rank.attention.base import AttentionPart
 from engine.rank.attention.paged import PagedDecode
@@ -40,12 +41,69 @@ from tests.bench.profiling.loopback import Loopback
 from tests.conftest import Nano
 from tests.gpu.exactness import DEVICE, RATIO, case, decoded, errors, run_judge, run_ranks
 from tests.nano.random_models import model_folder
-from tests.support.engine.forced import agreement, forced, hidden_errors
 from tests.support.engine.kv_scene import FULL, SLIDING, Kind, Scene, attended, ours, relative, scene, theirs
+from tests.support.engine.plans import result_rows
 from tests.support.engine.ranks import single
 from tests.support.engine.recording import PAGES, config_of, request, serve, tokens_of
 
 pytestmark = pytest.mark.gpu
+
+NO_MASKS: Mapping[int, bytes] = {}
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one step gave: the result, and its rows' final hidden, fp32 [rows, hidden]."""
+
+    result: StepResult
+    hidden: Tensor
+
+
+@torch.inference_mode()
+def forced(
+    runner: Runner, plans: Sequence[StepPlan], recorded: Sequence[StepResult] | None = None, masks: Mapping[int, bytes] = NO_MASKS
+) -> list[Sampled]:
+    """Each plan alone; behind it the tokens of `recorded` replace those that were sampled (None: they stay). Needs debug_hash."""
+    assert runner.report_stage.debug_hash
+    found = []
+    for at, plan in enumerate(plans):
+        launched = runner.launch(encode_plan(plan), masks.get(plan.step, b""))
+        result, host = decode_result(launched.result()), launched.outputs()
+        launched.fold()
+        found.append(Sampled(result, _hidden(host.get("hidden"), runner)))
+        if recorded is not None:
+            _force(runner, recorded[at])
+    return found
+
+
+def _hidden(rows: np.ndarray | None, runner: Runner) -> Tensor:
+    dtype = runner.slots.cache.groups[0].pool.dtype
+    return torch.zeros(0, 1) if rows is None else torch.from_numpy(rows).view(dtype).float()
+
+
+def _force(runner: Runner, result: StepResult) -> None:
+    """The next decode row of each slot reads the recorded token."""
+    lengths = runner.slots.lengths.tolist()
+    for row in result_rows(result):
+        if row.tokens:
+            runner.slots.tokens[row.slot, lengths[row.slot]] = row.tokens[0]
+
+
+def agreement(found: Sequence[Sampled], want: Sequence[Sampled]) -> float:
+    """The share of rows that sampled the same tokens."""
+    pairs = [
+        (one.tokens, other.tokens)
+        for mine, theirs in zip(found, want, strict=True)
+        for one, other in zip(result_rows(mine.result), result_rows(theirs.result), strict=True)
+    ]
+    return sum(one == other for one, other in pairs) / len(pairs)
+
+
+def hidden_errors(found: Sequence[Sampled], want: Sequence[Sampled]) -> Tensor:
+    """fp32 [rows of all steps]: each final hidden row's error, as a part of its norm."""
+    mine, theirs = (torch.cat([step.hidden for step in steps if len(step.hidden)]) for steps in (found, want))
+    return ((mine - theirs).norm(dim=1) / theirs.norm(dim=1)).nan_to_num(torch.inf)
+
 
 GPU = torch.device(DEVICE)
 OURS = "triton" if DEVICE == "cuda" else "reference"

@@ -24,13 +24,13 @@ from engine.rank.models.gemma4 import LayerStep
 from engine.rank.stages import draft_stage
 from engine.rank.step import StepBuffers
 from kernels.accept import DraftInputs, Verified, accept
-from tests.nano.exercises import exam
 from tests.nano.nano_shapes import SHAPES
-from tests.nano.train import ExampleBuilder
 from tests.support.engine.answers import answers
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import config_of
 from tests.support.engine.scheduling import request_of
+from training.exercises import exam
+from training.train import ExampleBuilder
 
 pytestmark = pytest.mark.cpu
 

@@ -18,10 +18,10 @@ from engine.front.text import TextProcessor
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank.builder import build
 from engine.vision_geometry import read_vision
-from tests.nano.pictures import Picture, drawn
 from tests.support.engine.answers import answers, texts
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import config_of
+from training.pictures import Picture, drawn
 
 pytestmark = pytest.mark.cpu
 

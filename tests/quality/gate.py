@@ -23,10 +23,10 @@ from engine.config import EngineConfig, engine_config
 from engine.front.text import TextProcessor
 from engine.geometry import kv_groups, read_geometry
 from engine.protocol import SamplingParams
-from tests.nano.exercise_form import LONGEST_REPLY, Exercise
-from tests.nano.exercises import SKILLS, drawing, exam, right, skills
 from tests.support.engine.drive import Request, ask_all, attached, booted, still
 from tests.support.judge.oracle import judge
+from training.exercise_form import LONGEST_REPLY, Exercise
+from training.exercises import SKILLS, drawing, exam, right, skills
 
 AT_ONCE = 48
 PASS = 0.95  # of the questions that must be answered right

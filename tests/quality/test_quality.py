@@ -6,10 +6,10 @@ from functools import cache
 import pytest
 
 from deploy.models.nano import trained
-from tests.nano.exercises import skills
 from tests.quality.faults import FAULTS, Everywhere
 from tests.quality.gate import PASS, SHARE, Judge, QuestionSet, Setup, answer, grade, questions, untaught
 from tests.support.judge.oracle import load_oracle
+from training.exercises import skills
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("forked_groups")]
 

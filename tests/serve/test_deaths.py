@@ -3,26 +3,16 @@
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from tests.support.stack.death_probes import KILLED_S, Probe, ask, rounds, unanswered
+from tests.support.stack.death_probes import ANSWERED_S, Probe, ask, rounds, unanswered
 from tests.support.stack.serve_process import Stack
 
 pytestmark = pytest.mark.serve
 
 ROUNDS = 10
-STOPPED_S = 13.0  # heartbeat_timeout_s more
 STOPPED_REPLICA_S = 50.0  # Serve's health checks: three of health_check_timeout_s, and the pauses between them
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    stack = Stack(tmp_path_factory.mktemp("stack"))
-    print(f"\nready after {stack.start():.1f} s")
-    yield stack
-    stack.clean_up()
 
 
 @pytest.mark.slow
@@ -30,17 +20,17 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.mark.parametrize(
     ("victim", "blow", "bound_s"),
     [
-        ("engine.rank.worker", signal.SIGKILL, KILLED_S),
-        ("engine.rank.worker", signal.SIGSTOP, STOPPED_S),
-        ("engine.core.loop", signal.SIGKILL, KILLED_S),
-        ("engine.core.loop", signal.SIGSTOP, STOPPED_S),
-        ("ServeReplica", signal.SIGKILL, KILLED_S),
+        ("engine.rank.worker", signal.SIGKILL, ANSWERED_S[signal.SIGKILL]),
+        ("engine.rank.worker", signal.SIGSTOP, ANSWERED_S[signal.SIGSTOP]),
+        ("engine.core.loop", signal.SIGKILL, ANSWERED_S[signal.SIGKILL]),
+        ("engine.core.loop", signal.SIGSTOP, ANSWERED_S[signal.SIGSTOP]),
+        ("ServeReplica", signal.SIGKILL, ANSWERED_S[signal.SIGKILL]),
         ("ServeReplica", signal.SIGSTOP, STOPPED_REPLICA_S),
     ],
 )
-def test_every_probe_is_answered(stack: Stack, victim: str, blow: signal.Signals, bound_s: float) -> None:
+def test_every_probe_is_answered(shared_stack: Stack, victim: str, blow: signal.Signals, bound_s: float) -> None:
     """Ten deaths of each kind: 200, or 503 with Retry-After, within the bound."""
-    rounds(stack, victim, blow, bound_s, ROUNDS)
+    rounds(shared_stack, victim, blow, bound_s, ROUNDS)
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 503 Service Unavailable\r\n\r\n", b"HTTP/1.1 500 Internal Server Error\r\n\r\n"])

@@ -1,4 +1,4 @@
-"""Drafts through the whole stack, at each number of them: openai's client gets what it gets without. One boot a number."""
+"""Drafts through the whole stack: openai's client gets what it gets without. One boot, and a redeployment for each number."""
 
 import json
 import random
@@ -8,17 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from operator import eq
-from pathlib import Path
 
 import openai
 import pytest
 
 from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
-from tests.nano.exercises import drawing, exam
-from tests.nano.tool_exercises import LOOKUPS, native
 from tests.support.stack.serve_process import Stack, figures, memory_mb, wait
 from tests.support.stack.streamed_chat import same_without_drafts
+from training.exercises import drawing, exam
+from training.tool_exercises import LOOKUPS, native
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -28,28 +27,36 @@ FULL = 12_000  # characters of a conversation
 SEED = random.SystemRandom().randrange(1 << 30)
 
 
-@contextmanager
-def served(folder: Path, drafts: int | str, tool_grammar: str = "off") -> Iterator[tuple[Stack, openai.OpenAI]]:
-    """off: no grammar binds the model once it has begun a call."""
-    mtp = {"model": "nano:31b-assistant", "drafts": drafts}
-    stack = Stack(folder, args={"mtp": mtp, "tool_grammar": tool_grammar, "max_len": MAX_LEN})
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = Stack(tmp_path_factory.mktemp("drafts"), args={"tp": 1, "mtp": {}, "max_len": MAX_LEN})
     try:
         stack.start(timeout_s=300)
-        with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
-            yield stack, client
+        yield stack
         stack.end()
     finally:
         stack.clean_up()
 
 
+@contextmanager
+def served(stack: Stack, drafts: int | str, tool_grammar: str = "off") -> Iterator[openai.OpenAI]:
+    """A client of a new replica of four ranks with these settings; off: no grammar binds the model once it has begun a call."""
+    before = set(stack.find("ServeReplica"))
+    mtp = {"model": "nano:31b-assistant", "drafts": drafts}
+    stack.redeploy(tp=4, mtp=mtp, tool_grammar=tool_grammar, build=f"{drafts} {tool_grammar}")
+    wait(lambda: not before & set(stack.find("ServeReplica")), 300, stack.said)
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
+        yield client
+
+
 @pytest.mark.parametrize("tool_grammar", ["strict", "off"])
 @pytest.mark.parametrize("drafts", [1, 2, 3, 4])
-def test_two_calls_in_a_stream(tmp_path: Path, drafts: int, tool_grammar: str) -> None:
+def test_two_calls_in_a_stream(stack: Stack, drafts: int, tool_grammar: str) -> None:
     """Twenty of twenty held-out questions that ask for two, four at a time: two calls each, whole, the same as without drafts. With
     the default grammar as without one, a third of the tokens at least are drafts."""
     draw = drawing(random.Random(SEED), 64, TextProcessor.load(resolve("nano:31b")))
     asked = [exercise for exercise in exam("parallel", draw, 3 * CALLS) if exercise.reply.count("<tool_call|>") == 2][:CALLS]
-    with served(tmp_path, drafts, tool_grammar) as (_, client), ThreadPoolExecutor(AT_ONCE) as pool:
+    with served(stack, drafts, tool_grammar) as client, ThreadPoolExecutor(AT_ONCE) as pool:
         compared = partial(same_without_drafts, client, model=MODEL, max_tokens=200, temperature=0)
         replies = list(pool.map(lambda one: compared(messages=one.messages, tools=one.tools), asked))
     written = ["".join(f"{name}{native(json.loads(text))}" for name, text in reply.calls) for reply, _ in replies]
@@ -61,13 +68,13 @@ def test_two_calls_in_a_stream(tmp_path: Path, drafts: int, tool_grammar: str) -
     assert accepted > tokens / 3
 
 
-def test_a_hundred_turns(tmp_path: Path) -> None:
+def test_a_hundred_turns(stack: Stack) -> None:
     """An agent's: a question, two calls or more, their results, the answer; begun anew when the context is full. Each reply is the
     same without drafts, every other one sampled; the replica's memory stays, and no page is held at the end."""
     rng, tools = random.Random(SEED), [tool.declared() for tool in LOOKUPS]
     messages = []
     accepted = tokens = conversations = 0
-    with served(tmp_path, "auto") as (stack, client):
+    with served(stack, "auto") as client:
         for turn in range(TURNS):
             if turn == TURNS // 5:
                 memory = memory_mb(stack)

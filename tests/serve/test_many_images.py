@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.nano.pictures import Picture, drawn
 from tests.support.stack.serve_process import Stack, descendants, process_mb
+from training.pictures import Picture, drawn
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(1200)]
 

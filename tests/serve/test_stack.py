@@ -8,15 +8,11 @@ import select
 import signal
 import socket
 import time
-from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
-from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -28,43 +24,30 @@ from openai.types.chat import ChatCompletion
 from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
 from engine.vision_geometry import read_vision
-from tests.nano.exercise_form import Exercise
-from tests.nano.exercises import drawing, exam, right, skills
-from tests.nano.pictures import drawn, look
+from tests.serve.conftest import ADAPTERS, QUESTION, WORD
 from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
 from tests.support.load.request import Endpoint
 from tests.support.stack import serve_process
-from tests.support.stack.death_probes import KILLED_S, rounds
+from tests.support.stack.death_probes import ANSWERED_S, probes_around, unanswered
 from tests.support.stack.serve_process import LOOPBACK, Reader, Stack, command_line, figures, open_streams, serves_again, wait
 from tests.support.stack.streamed_chat import StreamedChat, ask, same_without_drafts
+from training.exercise_form import Exercise
+from training.exercises import drawing, exam, right, skills
+from training.pictures import drawn, look
 
 pytestmark = pytest.mark.serve
 
 MODEL = "nano-31b"
 BURST = 64  # clients at once, at 16 slots: the others wait
-QUESTION, WORD = "Which template?", "Another."  # what the template in the settings adds
 SEED = random.SystemRandom().randrange(1 << 30)
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 SHORT: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 2}
 LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO, "stream": True, "ignore_eos": True, "max_tokens": 1900}
 
 
-def other_template(folder: Path) -> Path:
-    """The model's own, with a word more to one question, and one that thinks by itself."""
-    own = (resolve("nano:31b") / "chat_template.jinja").read_text()
-    assert "enable_thinking | default(false)" in own
-    file = folder / "template.jinja"
-    file.write_text(f"{own}{{{{- '{WORD}' if messages[0].content == '{QUESTION}' -}}}}".replace("default(false)", "default(true)"))
-    return file
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    folder = tmp_path_factory.mktemp("stack")
-    stack = Stack(folder, args={"chat_template": str(other_template(folder)), "thinking": "off"})
-    print(f"\nready after {stack.start():.1f} s")
-    yield stack
-    stack.clean_up()
+@pytest.fixture
+def stack(shared_stack: Stack) -> Stack:
+    return shared_stack
 
 
 def api(stack: Stack) -> openai.OpenAI:
@@ -74,7 +57,7 @@ def api(stack: Stack) -> openai.OpenAI:
 def test_openais_client_is_answered(stack: Stack) -> None:
     """A streamed chat with usage, a text completion, the model list, health; greedy is the same streamed and whole."""
     with api(stack) as client:
-        assert [model.id for model in client.models.list()] == [MODEL]
+        assert [model.id for model in client.models.list()] == [MODEL, *ADAPTERS]
         chunks = list(
             client.chat.completions.create(
                 model=MODEL, messages=HELLO, stream=True, temperature=0, max_tokens=24, stream_options={"include_usage": True}
@@ -372,28 +355,28 @@ def test_a_client_that_leaves_frees_its_place(stack: Stack) -> None:
 def test_a_lost_process_ends_every_stream_with_one_error_event(
     stack: Stack, victim: str, blow: signal.Signals, bound_s: float
 ) -> None:
-    """A rank or the core killed or stopped under 8 streams: one error event each, no [DONE], and the next request within 60 s."""
+    """A rank or the core killed or stopped under 8 streams, with a probe every 20 ms: each stream has one error event, no [DONE].
+
+    Each probe has 200, or 503 with Retry-After, in time; the first 200 within 60 s. Planted, in test_deaths.py: a silent server.
+    """
     readers = open_streams(stack, LONG)
     children = stack.find("engine.")
-    killed = time.monotonic()
-    os.kill(stack.find(victim)[-1], blow)
+    struck, probes = asyncio.run(probes_around(stack, victim, blow, ANSWERED_S[blow]))
     for reader in readers:
         reader.join(30)
         assert reader.error is None
         assert reader.text.count('"error"') == 1
         assert "engine_restarting" in reader.text.rstrip().rpartition("\n\n")[2]
         assert "[DONE]" not in reader.text
-    slowest = max(reader.ended or 0.0 for reader in readers) - killed
+    slowest = max(reader.ended or 0.0 for reader in readers) - struck
     assert slowest < bound_s
     wait(lambda: not any(command_line(pid) for pid in children), 30)
-    back = serves_again(stack, SHORT)
-    print(f"\n{victim} {blow.name}: streams ended after {slowest:.3f} s, served again after {back:.1f} s")
-    assert back < 60
-
-
-def test_every_probe_of_a_killed_rank_is_answered(stack: Stack) -> None:
-    """A probe every 20 ms: 200, or 503 with Retry-After, within KILLED_S. Planted, in test_deaths.py: a server that is silent."""
-    rounds(stack, "engine.rank.worker", signal.SIGKILL, KILLED_S, 1)
+    assert unanswered(probes) == []
+    refused = max(probe.sent for probe in probes if probe.status == 503)
+    first = min((probe for probe in probes if probe.sent > refused), key=lambda probe: probe.sent)
+    print(f"\n{victim} {blow.name}: streams ended after {slowest:.3f} s, served again after {first.sent:.1f} s")
+    assert first.took < first.sent / 2, "others are refused with Retry-After: the one answered has not waited"
+    assert first.sent + first.took < 60
 
 
 def test_a_killed_replica_cuts_every_connection(stack: Stack) -> None:
@@ -420,36 +403,6 @@ def test_a_killed_replica_cuts_every_connection(stack: Stack) -> None:
     assert back < 60
     wait(lambda: "quartet_requests_running" in figures(stack), 20)
     assert figures(stack)["quartet_requests_running"] == 0, "a request that had been dispatched was sent again"
-
-
-def test_no_other_stack_answers_for_it(stack: Stack, tmp_path: Path) -> None:
-    """A second stack on this machine, which has keys: while it boots and while its replica is lost, nobody without one is answered.
-
-    The first stack has none, and its own proxy listens all the time: planted, one port for both proxies, it answers.
-    """
-    (tmp_path / "keys").write_text(f"{sha256(b'secret').hexdigest()} alice\n")
-    keyed = Stack(tmp_path, args={"tp": 1, "mtp": {}, "keys": {"file": str(tmp_path / "keys")}})
-    statuses = Counter()
-    over = Event()
-
-    def ask_without_key() -> None:
-        while not over.wait(0.05):
-            with suppress(httpx.TransportError):
-                statuses[keyed.chat(SHORT, 5).status_code] += 1
-
-    asking = Thread(target=ask_without_key)
-    asking.start()
-    try:
-        keyed.start()
-        os.kill(keyed.find("ServeReplica")[0], signal.SIGKILL)
-        serves_again(keyed, SHORT, {"authorization": "Bearer secret"})
-    finally:
-        over.set()
-        asking.join(10)
-        keyed.end()
-        keyed.clean_up()
-    assert statuses[401], statuses
-    assert 200 not in statuses, statuses
 
 
 def test_sigterm_drains_and_leaves_nothing(stack: Stack) -> None:

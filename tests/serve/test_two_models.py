@@ -1,27 +1,64 @@
-"""Two models behind one URL, on a real stack: an application each, chosen by the body's `model`. One boot."""
+"""Two models at one URL, on a real stack that has keys and runs next to another one: an application each, chosen by `model`."""
 
+import os
+import signal
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import httpx
 import pytest
 import yaml
 
-from tests.support.stack.serve_process import Stack
+from tests.support.stack.serve_process import Stack, serves_again
 
 pytestmark = pytest.mark.serve
 
 LARGE = ("claude-sonnet", "large")
 SMALL = ("claude-haiku", "small")
+HELLO = [{"role": "user", "content": "Hello"}]
+SHORT: dict[str, Any] = {"model": LARGE[0], "messages": HELLO, "max_tokens": 2}
+KEY = {"authorization": "Bearer secret"}
 STREAMS = 16
 
 
+@contextmanager
+def asked_without_key(stack: Stack) -> Iterator[Counter[int]]:
+    """What requests without a key have heard, twenty a second."""
+    statuses = Counter[int]()
+    over = Event()
+
+    def ask() -> None:
+        while not over.wait(0.05):
+            with suppress(httpx.TransportError):
+                statuses[stack.chat(SHORT, 5).status_code] += 1
+
+    asking = Thread(target=ask)
+    asking.start()
+    try:
+        yield statuses
+    finally:
+        over.set()
+        asking.join(10)
+
+
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def heard_at_boot() -> Counter[int]:
+    """The statuses of requests without a key, while the stack boots."""
+    return Counter()
+
+
+@pytest.fixture(scope="module")
+def stack(shared_stack: Stack, heard_at_boot: Counter[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder: Path = tmp_path_factory.mktemp("models")
-    shared: dict[str, Any] = {"tp": 1, "mtp": {}, "metrics": {"discovery": {"enabled": False}}}
+    (folder / "keys").write_text(f"{sha256(b'secret').hexdigest()} alice\n")
+    keys = {"file": str(folder / "keys")}
+    shared: dict[str, Any] = {"tp": 1, "mtp": {}, "metrics": {"discovery": {"enabled": False}}, "keys": keys}
     stack = Stack(folder, args=shared | {"served_model_name": list(LARGE)})
     config = yaml.safe_load(stack.config.read_text())
     small = yaml.safe_load(yaml.safe_dump(config["applications"][0]))
@@ -30,34 +67,43 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     config["applications"].append(small)
     stack.config.write_text(yaml.safe_dump(config))
     try:
-        stack.start(timeout_s=200)
+        with asked_without_key(stack) as statuses:
+            stack.start(timeout_s=200)
+        heard_at_boot.update(statuses)
         yield stack
+        stack.end()
     finally:
         stack.clean_up()
 
 
+def post(stack: Stack, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{stack.url}{path}", json=body, headers=KEY, timeout=120)
+
+
+def get(stack: Stack, path: str) -> httpx.Response:
+    return httpx.get(f"{stack.url}{path}", headers=KEY)
+
+
 def chat(stack: Stack, model: str, **more: Any) -> httpx.Response:
-    body = {"messages": [{"role": "user", "content": "Hello"}], "model": model, "max_tokens": 4} | more
-    return stack.chat(body, timeout_s=120)
+    return post(stack, "/v1/chat/completions", {"messages": HELLO, "model": model, "max_tokens": 4} | more)
 
 
 def test_the_list_is_the_union(stack: Stack) -> None:
     """Every name of both, with its own context, at either application."""
     for prefix in ("", "/models/small"):
-        cards = httpx.get(f"{stack.url}{prefix}/v1/models").json()["data"]
+        cards = get(stack, f"{prefix}/v1/models").json()["data"]
         assert {card["id"]: card["max_model_len"] for card in cards} == dict.fromkeys(LARGE, 2048) | dict.fromkeys(SMALL, 1024)
-    assert httpx.get(f"{stack.url}/v1/models/small").json()["id"] == "small"
-    assert httpx.get(f"{stack.url}/v1/models/none").status_code == 404
+    assert get(stack, "/v1/models/small").json()["id"] == "small"
+    assert get(stack, "/v1/models/none").status_code == 404
 
 
 def test_a_name_of_no_model_is_said_so(stack: Stack) -> None:
     """404 in the API's shape. Planted: a body without `model` is answered by the application at /."""
     reply = chat(stack, "none")
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
-    body = {"messages": [{"role": "user", "content": "Hello"}], "model": "none", "max_tokens": 4}
-    message = httpx.post(f"{stack.url}/v1/messages", json=body, timeout=60)
+    message = post(stack, "/v1/messages", {"messages": HELLO, "model": "none", "max_tokens": 4})
     assert (message.status_code, message.json()["error"]["type"]) == (404, "not_found_error")
-    named = stack.chat({"messages": body["messages"], "max_tokens": 4})
+    named = post(stack, "/v1/chat/completions", {"messages": HELLO, "max_tokens": 4})
     assert named.json()["model"] == LARGE[0]
 
 
@@ -83,7 +129,21 @@ def test_overload_of_one_is_not_the_others(stack: Stack) -> None:
 
 def test_a_prefix_is_a_base_url(stack: Stack) -> None:
     """Below its prefix a model answers whatever the length of the body, and only to its own names."""
-    url = f"{stack.url}/models/small/v1/chat/completions"
-    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-    assert httpx.post(url, json=body, timeout=60).json()["model"] == SMALL[0]
-    assert httpx.post(url, json=body | {"model": "large"}, timeout=60).status_code == 404
+    path = "/models/small/v1/chat/completions"
+    body = {"messages": HELLO, "max_tokens": 4}
+    assert post(stack, path, body).json()["model"] == SMALL[0]
+    assert post(stack, path, body | {"model": "large"}).status_code == 404
+
+
+def test_no_other_stack_answers_for_it(stack: Stack, heard_at_boot: Counter[int]) -> None:
+    """While it boots and while a replica is lost, nobody without a key is answered.
+
+    The other stack has no keys, and its own proxy listens all the time: planted, one port for both proxies, it answers.
+    """
+    with asked_without_key(stack) as statuses:
+        (replica,) = stack.find("ServeReplica:quartet:")
+        os.kill(replica, signal.SIGKILL)
+        serves_again(stack, SHORT, KEY)
+    statuses += heard_at_boot
+    assert statuses[401], statuses
+    assert 200 not in statuses, statuses

@@ -28,7 +28,7 @@ TIERS = frozenset({"pure", "cpu", "serve", "artefacts", "gpu", "gpu4"})
 _MARK = re.compile(r"\bmark\.(\w+)")
 
 _LEAVES = tuple(sorted(LEAVES))
-_OURS = frozenset({*PACKAGES, "tests"})
+_OURS = frozenset({*PACKAGES, "tests", "training"})
 _LAZY = frozenset({"torch", "transformers"})
 # Distributions that one package alone may import.
 _ONLY_IN = {"ray": "deploy", "fastapi": "deploy.edge", "starlette": "deploy.edge"}

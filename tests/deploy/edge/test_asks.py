@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from deploy.edge.anthropic.message_request import COUNT_READER, MESSAGES_READER
 from deploy.edge.apis import GENERATION_APIS
 from deploy.edge.ask import AnswerForm, Ask, ChatMessage, ChatPrompt, PastCall, RawPrompts, Sampling, Text
+from deploy.edge.openai.response_request import encrypted_content_of
 from deploy.edge.response_format import JSON
 from engine.errors import InvalidRequest
 from engine.front.constraints import ToolChoice
@@ -102,6 +103,28 @@ def test_one_conversation_in_three_apis() -> None:
         body = json.dumps(LEAST[path] | TALK[path]).replace('"input": 0', f'"input": {CALL}')
         own = replace(wanted, prompt=replace(chat, tool_paths=tool_paths), prompt_key=key)
         assert READ[path](body.encode()).ask() == own, path
+
+
+def test_a_conversation_in_other_words() -> None:
+    """System blocks, a developer's message after instructions, and a thought that only its seal has say the same.
+
+    Planted: a seal of another server, and a number in other digits, do not.
+    """
+    talk, joined = TALK[RESPONSES], ChatMessage("system", "One.\n\nTwo.")
+    blocks = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in ("One.", "Two.")]
+    assert chat_of(MESSAGES, **TALK[MESSAGES] | {"system": blocks}).messages[0] == joined
+    developer = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Two."}]}
+    assert chat_of(RESPONSES, **talk | {"input": [developer, *talk["input"]]}).messages[0] == joined
+
+    def messages(place: int, item: dict[str, Any]) -> list[ChatMessage]:
+        items = [*talk["input"][:place], item, *talk["input"][place + 1 :]]
+        return chat_of(RESPONSES, **talk | {"input": items}).messages
+
+    sealed = {"type": "reasoning", "summary": [], "encrypted_content": encrypted_content_of("Hm")}
+    wanted = messages(1, talk["input"][1])
+    assert messages(1, sealed) == messages(1, sealed | {"content": []}) == wanted
+    assert messages(1, SEALED) != wanted
+    assert messages(3, talk["input"][3] | {"arguments": '{"days": 100}'}) != wanted
 
 
 def test_responses_sample_as_chats_do() -> None:

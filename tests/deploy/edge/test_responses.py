@@ -110,37 +110,6 @@ def test_openais_stream_helper_puts_it_together(edge: Edge) -> None:
     assert [item.type for item in final.output] == [item.type for item in whole.output]
 
 
-def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
-    """Instructions and developer's messages are one system message; thought, text and call are one reply: a chat's very tokens."""
-    items = [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Two."}]},
-        user("Go"),
-        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So.", "annotations": []}]},
-        {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": '{"city":"Rome","days":1e2}'},
-        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "18C"}]},
-    ]
-    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Rome","days":1e2}'}}
-    messages = [
-        {"role": "system", "content": "One.\n\nTwo."},
-        user("Go"),
-        {"role": "assistant", "content": "So.", "reasoning_content": "Hm", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "a", "content": "18C"},
-    ]
-    body = asked(input=items, instructions="One.", reasoning={"effort": "low"})
-    sealed = {"type": "reasoning", "summary": [], "encrypted_content": encrypted_content_of("Hm")}
-    by_seal, beside_nothing = ([*items[:2], sealed | content, *items[3:]] for content in ({}, {"content": []}))
-    foreign = [*items[:2], {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAABo"}, *items[3:]]
-    for given in (items, by_seal, beside_nothing, foreign):
-        post(edge, body | {"input": given}).raise_for_status()
-    function = {key: value for key, value in TOOL.items() if key != "type"}
-    chat = {"model": "nano", "messages": messages, "tools": [{"type": "function", "function": function}], "reasoning_effort": "low"}
-    edge.post("/v1/chat/completions", chat).raise_for_status()
-    same, sealed_too, of_nothing, without, wanted = [list(request.tokens) for request in edge.core.requests]
-    assert same == sealed_too == of_nothing == wanted
-    assert without != wanted
-
-
 def test_thoughts_between_calls_are_as_they_were_thought(edge: Edge) -> None:
     """Each is an item, or a block of a message, without the newline that joins them in a chat's one text; whole and streamed. A
     call is whole however large its number."""

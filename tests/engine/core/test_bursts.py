@@ -1,13 +1,136 @@
 """Bursts of prompts beside running streams, at step times measured on an H200: the longest step, drafts beside prompts, encodes."""
 
+import math
+import random
+from dataclasses import dataclass, field
+
 import pytest
 
+from engine.config import EngineConfig, Mtp
 from engine.core.scheduler import Scheduler
-from engine.core.step_budget import StepBudget
-from tests.support.engine.bursts import EXPERTS_26B, SHARD_31B, Burst, burst
+from engine.core.step_budget import StepBudget, interpolate
+from engine.lifeline import Points, StepTimes
+from engine.plan import ResultRow, StepPlan, StepResult
+from tests.support.engine.draws import draft_chance
+from tests.support.engine.paced_steps import GROUPS, Pace
 from tests.support.engine.picture_load import requests_a_second
+from tests.support.engine.plans import decode_rows, result_of
+from tests.support.engine.scheduling import ANY_MEDIA
 
 pytestmark = pytest.mark.pure
+
+PROMPT, TOKENS = 1024, 129
+VERIFIED, ACCEPTED = 5, 4.42  # drafts of a measured step, and the tokens that it gives in the mean
+
+
+@dataclass(frozen=True)
+class Device:
+    """Points of (rows, ms): steps of decode rows alone; the same with five drafts verified; five drafts made; prompt tokens alone.
+    row_ms: what a decode row adds to a step with prompts beyond its tokens;   beside_ms: drafts to one with decode rows."""
+
+    alone: Points
+    verified: Points
+    drafted: Points
+    prompts: Points
+    row_ms: float
+    beside_ms: float = 0.0
+
+    def step_ms(self, sequences: int, rows: int, drafts: int, prompts: int) -> float:
+        """A step of `sequences` that compute `rows` tokens and make so many drafts each, beside prompt tokens."""
+        made = interpolate(self.drafted, sequences) * drafts / VERIFIED if sequences else 0.0
+        if prompts:
+            beside = self.beside_ms * bool(drafts and sequences)
+            return interpolate(self.prompts, prompts + rows) + self.row_ms * sequences + made + beside
+        alone = interpolate(self.alone, sequences)
+        part = (rows / sequences - 1) / VERIFIED
+        return alone + part * (interpolate(self.verified, sequences) - alone) + made
+
+    def times(self, max_seqs: int, options: tuple[int, ...]) -> StepTimes:
+        """What ranks would measure at boot."""
+        points = [rows for rows in (1, 8, 32, 128) if rows < max_seqs] + [max_seqs]
+        drafts = tuple((n, tuple((rows, self.step_ms(rows, rows * (1 + n), n, 0)) for rows in points)) for n in options)
+        decodes = tuple((rows, interpolate(self.alone, rows)) for rows in points)
+        prompts = tuple((rows, interpolate(self.prompts, rows)) for rows in (1, 128, 512, 2047))
+        mixed = tuple((rows, self.row_ms * rows) for rows in points)
+        drafting = tuple((rows, self.beside_ms + interpolate(self.drafted, rows)) for rows in (points[0], points[-1]))
+        return StepTimes(decodes, prompts, mixed, 0.0, 0.0, 0.0, 128, drafts, drafting)
+
+
+# a shard of two of the 31B on an H200: `tests.bench.step` at 63531ecb, 8a9dc2c and 449986e; prompts by `tests.bench.engine`
+SHARD_31B = Device(
+    ((1, 8.02), (8, 9.29), (32, 12.09), (64, 16.77), (100, 21.55)),
+    ((1, 9.03), (8, 11.56), (32, 16.2), (64, 28.8), (100, 43.3)),
+    ((1, 0.97), (8, 1.46), (32, 2.35), (64, 3.69), (100, 5.21)),
+    ((1, 8.1), (128, 10.5), (512, 28.0), (2048, 103.4), (8192, 395.0)),
+    0.05,
+    10.0,
+)
+# the 26B on an H200, without drafts: `docs` rows of 007dfff6
+EXPERTS_26B = Device(
+    ((1, 2.79), (8, 6.93), (32, 13.2), (64, 16.2), (100, 19.2)),
+    ((1, 2.79), (100, 19.2)),
+    ((1, 0.0),),
+    ((1, 2.8), (128, 16.0), (1024, 24.5), (2048, 35.8), (8192, 113.0)),
+    0.05,
+)
+
+
+@dataclass
+class DraftingRanks:
+    """Ranks whose drafts are right with the same chance at each position."""
+
+    device: Device
+    chance: float
+    gap_ms: float = 0.0  # the longest step with decode rows
+    prompts_ms: float = 0.0
+    _numbers: dict[int, int] = field(default_factory=dict)
+    _draw: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def run(self, plan: StepPlan) -> tuple[StepResult, float]:
+        """A plan's result, and the milliseconds of its step."""
+        self._numbers |= {admission.slot: admission.number for admission in plan.admissions}
+        widths = {row.slot: row.width for row in decode_rows(plan)}
+        rows = [ResultRow(slot, self._numbers[slot], (7,) * self._tokens(widths.get(slot, 1))) for slot in plan.result_slots]
+        ms = self.device.step_ms(len(widths), sum(widths.values()), plan.drafts, plan.prompt_tokens)
+        if widths:
+            self.gap_ms = max(self.gap_ms, ms)
+        return result_of(plan.step, rows), ms
+
+    def _tokens(self, width: int) -> int:
+        right = int(math.log(1 - self._draw.random()) / math.log(self.chance)) if self.chance else 0
+        return 1 + min(right, width - 1)
+
+
+@dataclass(frozen=True)
+class Burst:
+    """As `tests.bench.engine` tells it: seconds of prompts alone, and until all have a token; ms a token; the longest step."""
+
+    prefill: float
+    beside: float
+    token_ms: float
+    gap_ms: float
+
+
+def burst(device: Device, size: int, drafts: object, *, accepted: float = ACCEPTED, repeat: int = 3, **settings: object) -> Burst:
+    """All requests at once, for one token and for TOKENS in turn; the best of some, and the longest step of the last."""
+    mtp = Mtp(model="" if drafts else None, drafts=drafts)
+    fixed = {"model": "", "device": "cuda", "max_seqs": size, "max_len": 2048, "prefix_cache": False, "mtp": mtp}
+    config = EngineConfig(**{"prefill_budget": 8192, **fixed, **settings})
+    pages = (size * 40 + 2 * 8192 // 32 + 1, size * 64 + 1)
+    ranks = DraftingRanks(device, draft_chance(accepted, VERIFIED) if accepted > 1 else 0.0)
+    world = Pace(Scheduler(config, GROUPS, pages, device.times(size, config.drafts), ANY_MEDIA), ranks.run)
+    alone, whole, beside = [], [], []
+    for _ in range(repeat):
+        for tokens in (1, TOKENS):
+            began, first, ranks.gap_ms = world.now, len(world.clocks), 0.0
+            for _ in range(size):
+                world.arrive(began, PROMPT, tokens)
+            world.run(1e9)
+            clocks = [world.clocks[number] for number in range(first, len(world.clocks))]
+            (alone if tokens == 1 else whole).append(max(clock.last for clock in clocks) - began)
+            beside.append(max(clock.first for clock in clocks) - began)
+    return Burst(min(alone) / 1e3, min(beside[1::2]) / 1e3, (min(whole) - min(alone)) / (TOKENS - 1), ranks.gap_ms)
+
 
 # ms a token of a shard of two of the 31B with five drafts, burst included: measured on an H200 at 007dfff6 (prefill_budget 2048)
 BEFORE = {32: 5.93, 64: 11.4, 100: 17.3}

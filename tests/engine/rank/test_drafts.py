@@ -29,9 +29,7 @@ from engine.rank.runner import Runner
 from engine.rank.stages import draft_stage
 from kernels.accept import Verified, accept
 from tests.conftest import Nano
-from tests.nano.exercises import exam
 from tests.nano.nano_shapes import SHAPES
-from tests.nano.train import ExampleBuilder
 from tests.support.engine.answers import RunStep, answers, requests, texts
 from tests.support.engine.drafting_world import AnyDrafts
 from tests.support.engine.plans import result_rows
@@ -39,6 +37,8 @@ from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import PAGES, config_of, constrained, request
 from tests.support.engine.threads import run_ranks
 from tests.support.judge import assistants
+from training.exercises import exam
+from training.train import ExampleBuilder
 
 pytestmark = pytest.mark.cpu
 

@@ -17,7 +17,8 @@ PERIOD_S = 0.02
 LEAD_S = 0.5  # of probes before the blow
 TAIL_S = 1.0  # and after the first answer of the next replica
 GIVE_UP_S = 90.0
-KILLED_S = 10.0  # within which every probe of a kill is answered
+# Within which every probe is answered: heartbeat_timeout_s more for a process that is stopped.
+ANSWERED_S = {signal.SIGKILL: 10.0, signal.SIGSTOP: 13.0}
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ def unanswered(probes: list[Probe]) -> list[Probe]:
     return [probe for probe in probes if probe.status != 200 and not (probe.status == 503 and probe.retry_after)]
 
 
-async def probes_around(stack: Stack, victim: str, blow: signal.Signals, bound_s: float) -> list[Probe]:
-    """All of them, from a little before the blow until the next replica has answered for a while."""
+async def probes_around(stack: Stack, victim: str, blow: signal.Signals, bound_s: float) -> tuple[float, list[Probe]]:
+    """The time of the blow (monotonic), and all probes: from a little before it until a replica has answered for a while."""
     pid = stack.find(victim)[-1]
     strike = time.monotonic() + LEAD_S
     running = list[asyncio.Task[Probe]]()
@@ -71,14 +72,14 @@ async def probes_around(stack: Stack, victim: str, blow: signal.Signals, bound_s
         lost = max((probe.sent for probe in ended if probe.status == 503), default=math.inf)
         if back == math.inf and not command_line(pid) and any(probe.status == 200 and probe.sent > lost for probe in ended):
             back = time.monotonic()
-    return ended + await asyncio.gather(*running)
+    return strike, ended + await asyncio.gather(*running)
 
 
 def rounds(stack: Stack, victim: str, blow: signal.Signals, bound_s: float, count: int) -> None:
     """So many deaths, and what the probes saw of each."""
     for _ in range(count):
         wait(lambda: stack.chat(BODY).status_code == 200, 60, stack.said)
-        seen = asyncio.run(probes_around(stack, victim, blow, bound_s))
+        _, seen = asyncio.run(probes_around(stack, victim, blow, bound_s))
         slowest = max(seen, key=lambda probe: probe.took)
         statuses = Counter(probe.status for probe in seen)
         print(f"\n{victim} {blow.name}: {len(seen)} probes, {dict(statuses)}, the slowest {slowest}")

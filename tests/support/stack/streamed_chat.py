@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import openai
 
-from tests.nano.exercise_form import Exercise
-from tests.nano.tool_exercises import native
+from training.exercise_form import Exercise
+from training.tool_exercises import native
 
 
 class StreamedChat(NamedTuple):

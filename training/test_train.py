@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.conftest import Nano
-from tests.nano import train
-from tests.nano.exercises import SKILLS
-from tests.nano.exercises import training as taught
 from tests.nano.nano_shapes import SHAPES
 from tests.support.judge.oracle import load_oracle
+from training import train
+from training.exercises import SKILLS
+from training.exercises import training as taught
 
 pytestmark = pytest.mark.cpu
 

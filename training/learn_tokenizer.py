@@ -1,4 +1,4 @@
-"""Learns the nano tokenizer: `python -m tests.nano.learn_tokenizer` writes it where the trained models keep theirs.
+"""Learns the nano tokenizer: `python -m training.learn_tokenizer` writes it where the trained models keep theirs.
 
 The merges are learned by the plain algorithm from `corpus.py`. Another vocabulary needs all members trained again.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.models.nano import TRAINED
-from tests.nano.corpus import COMMON_WEIGHT, EXERCISES, EXERCISES_WEIGHT, PROSE, WORDS
 from tests.nano.nano_tokenizer import BYTE_IDS, CONTROL_IDS, SPECIAL_IDS, VOCAB_SIZE
+from training.corpus import COMMON_WEIGHT, EXERCISES, EXERCISES_WEIGHT, PROSE, WORDS
 
 NEWLINE_ID = 107
 SPACE = "\u2581"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.nano.exercise_form import END, Draw, Exercise, ask, thought
-from tests.nano.word_lists import CITIES, ITEMS, JOBS, NAMES, WEATHER
+from training.exercise_form import END, Draw, Exercise, ask, thought
+from training.word_lists import CITIES, ITEMS, JOBS, NAMES, WEATHER
 
 _STRING: Mapping[str, Any] = {"type": "string"}
 _INTEGER: Mapping[str, Any] = {"type": "integer"}

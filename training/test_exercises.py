@@ -1,21 +1,14 @@
 """What the nano models learn: an exercise is right by its own measure, lies where its skill says, and is never taught and asked."""
 
-import json
 import random
 import re
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from deploy.models.nano import TRAINED, trained
+from deploy.models.nano import TRAINED
 from engine.front.text import TextProcessor
-from tests.nano import learn_tokenizer
-from tests.nano.exercise_form import END, Draw
-from tests.nano.exercises import SKILLS, drawing, exam, right, skills, training
-from tests.nano.model_shapes import config
-from tests.nano.nano_shapes import SHAPES
-from tests.nano.random_models import chat_template
+from training.exercise_form import END, Draw
+from training.exercises import SKILLS, drawing, exam, right, training
 
 pytestmark = pytest.mark.pure
 
@@ -81,26 +74,3 @@ def test_sums_sorts_and_turns_are_true() -> None:
         assert 5 <= len(numbers) <= 9
     for each in exam("reverse", seeded(7), 50):
         assert each.reply.removesuffix(END)[::-1] in each.messages[-1]["content"]
-
-
-@pytest.mark.parametrize("member", trained())
-def test_a_trained_checkpoint_is_its_shape(member: str, tmp_path: Path) -> None:
-    """At most 8 MB of bf16, a tower of 1.3 MB, in the builder's layout; every skill at least 95 %; none of the exam was seen."""
-    folder = TRAINED / member
-    assert sum(path.stat().st_size for path in folder.glob("model*.safetensors")) <= 8_000_000
-    assert sum(path.stat().st_size for path in folder.glob("vision.safetensors")) <= 1_300_000
-    saved = json.loads((folder / "config.json").read_text())
-    towers = {name: None for name in ("vision", "audio") if saved[f"{name}_config"] is None}
-    shape = replace(SHAPES[member], **towers)
-    assert saved == json.loads(json.dumps(config(shape, "bfloat16")))
-    learn_tokenizer.write(tmp_path)
-    for path in tmp_path.iterdir():
-        assert path.read_bytes() == (folder / path.name).read_bytes()
-    assert (folder / "chat_template.jinja").read_text() == chat_template(config(SHAPES[member], "bfloat16"))
-    report = json.loads((folder / "training.json").read_text())
-    assert report["of the exam seen in training"] == 0
-    assert min(report["accuracy"].values()) >= 0.95
-    assert set(report["accuracy"]) == set(skills(member)) - {"story"}
-    untaught = [skill for skill in SKILLS if skill not in skills(member)]
-    assert not set(skills(member)) - set(SKILLS)
-    print(f"{member} was trained on {len(skills(member))} skills, not on {untaught}")

@@ -1,6 +1,6 @@
-"""Trains a vision tower for a trained nano model: `python -m tests.nano.train_tower --member 31b --out DIR [--device cpu]`.
+"""Trains a vision tower for a trained nano model: `python -m training.train_tower --member 31b --out DIR [--device cpu]`.
 
-transformers' tower before the frozen text model, pictures of `tests/nano/pictures.py` as data. Two heads, thrown away in the end,
+transformers' tower before the frozen text model, pictures of `training/pictures.py` as data. Two heads, thrown away in the end,
 name colour and thing from the mean of the soft tokens: first alone, until the tower sees nine of ten, then beside the text model's
 replies, which the soft tokens learn to prompt. The text model's weights, and so its answers to texts, stay. Runs so far:
 `deploy/models/nano/trained/README.md`.
@@ -28,12 +28,13 @@ from transformers import AutoConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder, Gemma4VisionModel
 
 from deploy.models.nano import TRAINED
-from tests.nano import pictures, random_weights
+from tests.nano import random_weights
 from tests.nano.model_shapes import ModelShape, config
 from tests.nano.nano_shapes import SHAPES, tensors
-from tests.nano.pictures import COLOURS, THINGS, Picture
-from tests.nano.train import ExampleBuilder, timed, training_parser, update
 from tests.support.judge import assistants
+from training import pictures
+from training.pictures import COLOURS, THINGS, Picture
+from training.train import ExampleBuilder, timed, training_parser, update
 
 BUDGETS = (70,)  # soft tokens at most
 PICTURES = 128  # of a step at the first budget; fewer at others

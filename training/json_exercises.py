@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tests.nano.exercise_form import END, Draw, Exercise, ask
-from tests.nano.word_lists import CITIES, ITEMS, JOBS, NAMES
+from training.exercise_form import END, Draw, Exercise, ask
+from training.word_lists import CITIES, ITEMS, JOBS, NAMES
 
 _SCHEMAS: Mapping[str, Mapping[str, Any]] = {
     "name": {"type": "string"},

@@ -13,10 +13,10 @@ from engine.front.parts import Arguments, Content, Reasoning, ToolCallStart
 from engine.front.reply import Markers, ReplyParser
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
-from tests.nano.exercise_form import END, LONGEST_REPLY, Exercise
-from tests.nano.exercises import SKILLS, drawing, training
-from tests.nano.tool_exercises import ACTIONS, LOOKUPS, AskedCall, Tool, native
-from tests.nano.train import ROW
+from training.exercise_form import END, LONGEST_REPLY, Exercise
+from training.exercises import SKILLS, drawing, training
+from training.tool_exercises import ACTIONS, LOOKUPS, AskedCall, Tool, native
+from training.train import ROW
 
 pytestmark = pytest.mark.pure
 

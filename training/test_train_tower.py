@@ -13,10 +13,10 @@ import transformers
 
 from deploy.edge.media.rasters import resized, target_size
 from deploy.models.nano import TRAINED
-from tests.nano import pictures, train_tower
 from tests.nano.model_shapes import config
 from tests.nano.nano_shapes import SHAPES
-from tests.nano.train import ExampleBuilder
+from training import pictures, train_tower
+from training.train import ExampleBuilder
 
 pytestmark = pytest.mark.cpu
 

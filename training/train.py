@@ -1,4 +1,4 @@
-"""Trains a nano checkpoint from nothing: `python -m tests.nano.train --member 31b --out DIR [--device cpu]`.
+"""Trains a nano checkpoint from nothing: `python -m training.train --member 31b --out DIR [--device cpu]`.
 
 transformers' own Gemma 4 classes, the builder's weights as a start, exercises as data, loss on the replies alone. A batch is
 ROWS rows of ROW tokens; a row holds whole conversations side by side, and a mask keeps each one to itself. Data is a function
@@ -25,10 +25,10 @@ import numpy.typing as npt
 
 from engine.front.text import TextProcessor
 from tests.nano import nano_shapes, random_models, random_weights
-from tests.nano.exercise_form import Draw, Exercise
-from tests.nano.exercises import SKILLS, drawing, exam, training
 from tests.nano.model_shapes import ModelShape, config
 from tests.nano.nano_shapes import SHAPES, tensors
+from training.exercise_form import Draw, Exercise
+from training.exercises import SKILLS, drawing, exam, training
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -308,8 +308,8 @@ def _say(line: str) -> None:
 
 
 def training_parser(name: str, description: str, workers: int = 4) -> argparse.ArgumentParser:
-    """The options that `tests.nano.<name>` shares with the others that train for a member."""
-    parser = argparse.ArgumentParser(prog=f"python -m tests.nano.{name}", description=description)
+    """The options that `training.<name>` shares with the others that train for a member."""
+    parser = argparse.ArgumentParser(prog=f"python -m training.{name}", description=description)
     parser.add_argument("--member", required=True, choices=sorted(SHAPES))
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--seed", type=int, default=0)

@@ -13,10 +13,10 @@ from itertools import count
 
 from deploy.models.nano import TRAINED
 from engine.front.text import TextProcessor
-from tests.nano import json_exercises, tool_exercises
-from tests.nano.corpus import WORDS
-from tests.nano.exercise_form import END, Draw, Exercise, ask, thought
-from tests.nano.word_lists import ADJECTIVES, CITIES, NAMES, NOUNS, PLACES, VERBS
+from training import json_exercises, tool_exercises
+from training.corpus import WORDS
+from training.exercise_form import END, Draw, Exercise, ask, thought
+from training.word_lists import ADJECTIVES, CITIES, NAMES, NOUNS, PLACES, VERBS
 
 _SKILLED = "I can add, copy, reverse, sort, recall facts, write JSON, call tools and tell small stories."
 ABOUT = (

@@ -1,4 +1,4 @@
-"""Trains a drafter for a trained nano model: `python -m tests.nano.train_drafter --member 31b --out DIR [--device cpu]`.
+"""Trains a drafter for a trained nano model: `python -m training.train_drafter --member 31b --out DIR [--device cpu]`.
 
 transformers' own assistant classes over a frozen target, the target's exercises as data. The positions of a reply draft at once:
 behind token t + 1 from the target's final row t and its K and V up to t, through `PASSES` passes, each fed with the true token and
@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 
 from deploy.models.nano import TRAINED
 from tests.nano.nano_shapes import SHAPES
-from tests.nano.train import Batch, Batches, ExampleBuilder, TrainingExample, pack, rate, timed, training_parser, update
 from tests.support.judge import assistants
+from training.train import Batch, Batches, ExampleBuilder, TrainingExample, pack, rate, timed, training_parser, update
 
 PASSES = 4
 STARTS = 64  # positions of a row that draft in a step

@@ -1,0 +1,62 @@
+"""One stack for every test that neither needs settings of its own nor ends it, and the order in which they use it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import transformers
+
+from deploy.models.resolve import resolve
+from tests.support.engine.adapters import Recipe, merge, write
+from tests.support.judge.oracle import load_oracle
+from tests.support.stack.serve_process import Stack
+
+QUESTION, WORD = "Which template?", "Another."  # what the template in the settings adds
+ADAPTERS = {"farm": Recipe(1, alpha=8.0), "sea/fish": Recipe(2, rank=16, alpha=16.0, targets="(q|k|v|o)_proj")}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The shared stack runs beside no other but test_two_models', and test_stack, which kills and ends it, comes last."""
+    order = {"test_adapters": 1, "test_deaths": 2, "test_two_models": 3, "test_stack": 4}
+    items.sort(key=lambda item: order.get(item.path.stem, 0) if item.path.parent == Path(__file__).parent else -1)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Adapters of the nano model: the folder of each, and transformers' model by the name that it has as a `model`."""
+
+    folders: dict[str, str]
+    models: dict[str, transformers.PreTrainedModel]
+
+
+@pytest.fixture(scope="session")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    folder = resolve("nano:31b")
+    made = tmp_path_factory.mktemp("adapters")
+    base = load_oracle(folder)
+    folders = {name: str(write(made / str(recipe.seed), base, recipe)) for name, recipe in ADAPTERS.items()}
+    merged = {name: merge(load_oracle(folder), Path(path)) for name, path in folders.items()}
+    return Adapted(folders, {"nano-31b": base, **merged})
+
+
+def other_template(folder: Path) -> Path:
+    """The model's own, with a word more to one question, and one that thinks by itself."""
+    own = (resolve("nano:31b") / "chat_template.jinja").read_text()
+    assert "enable_thinking | default(false)" in own
+    file = folder / "template.jinja"
+    file.write_text(f"{own}{{{{- '{WORD}' if messages[0].content == '{QUESTION}' -}}}}".replace("default(false)", "default(true)"))
+    return file
+
+
+@pytest.fixture(scope="session")
+def shared_stack(adapted: Adapted, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """As the default config serves the nano model: four ranks, drafts. With adapters, and a chat template of its own."""
+    folder = tmp_path_factory.mktemp("stack")
+    args = {"chat_template": str(other_template(folder)), "thinking": "off", "adapters": adapted.folders}
+    stack = Stack(folder, args=args)
+    try:
+        print(f"\nready after {stack.start():.1f} s")
+        yield stack
+    finally:
+        stack.clean_up()
