@@ -228,7 +228,7 @@ class Quartet:
             os._exit(1)
 
     async def _deregister(self, cause: str | None) -> None:
-        """Tell discovery that this replica is gone; takes half a second at most."""
+        """Tell discovery that this replica is gone; takes a second at most."""
         if self._heartbeats is not None:
             await asyncio.to_thread(self._heartbeats.deregister, cause)
 

@@ -82,8 +82,11 @@ class Machine:
         return done.stdout
 
     def processes(self, words: str) -> list[int]:
-        """Its living processes whose command line has `words`, by the host's numbers."""
-        space = Path(f"/proc/{self.init}/ns/pid").stat().st_ino
+        """Its living processes whose command line has `words`, by the host's numbers; none while it is off."""
+        try:
+            space = Path(f"/proc/{self.init}/ns/pid").stat().st_ino
+        except FileNotFoundError:
+            return []
         return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and _is_there(path, space, words)]
 
     def unplug(self) -> None:
