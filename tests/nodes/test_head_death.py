@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.nodes, pytest.mark.skipif(not CAN_MAKE, reason=REASON)
 STEP_S = 0.1
 LONG = 1500  # tokens
 AWAY_S = 75.0  # longer than the 60 s for which Ray's processes wait by default
-SETTLED_S = 60.0
 
 
 @pytest.fixture
@@ -66,15 +65,14 @@ def test_a_head_with_storage_returns_to_its_cluster(kept: RayCluster) -> None:
     kept.head.boot()
     kept.start_head()
     print(f"\nthe head's Ray is up {time.monotonic() - gone:.1f} s after its death")
-    took = kept.wait_replicas(2)
-    wait(lambda: all(map(kept.answers, kept.machines.machines)), SETTLED_S)
-    print(f"two replicas are listed {took:.1f} s later, {len(answered)} answers, {longest_gap(answered):.1f} s of silence at most")
+    took = kept.settle()
+    print(f"both replicas are known {took:.1f} s later, {len(answered)} answers, {longest_gap(answered):.1f} s of silence at most")
     assert engines(kept) == before
     assert how(answered) == Counter(finish=len(answered))
     assert how(long) == Counter(finish=6)
     kept.deploy(build="after the head's death")
     wait(lambda: len(engines(kept) - before) == 2 and not engines(kept) & before, 180)
-    wait(lambda: all(map(kept.answers, kept.machines.machines)), SETTLED_S)
+    kept.settle()
 
 
 def test_a_head_without_storage_leaves_no_orphan(forgetful: RayCluster) -> None:
@@ -94,8 +92,7 @@ def test_a_head_without_storage_leaves_no_orphan(forgetful: RayCluster) -> None:
     print(f"\nno engine {gone:.1f} s after the head was back, {dict(ended)}")
     assert set(ended) <= {"finish", "error", "cut: RemoteProtocolError"}
     for node in forgetful.nodes:
-        wait(lambda node=node: not node.processes("raylet/raylet"), 90)  # type: ignore[misc]
+        wait(lambda node=node: not node.processes("raylet/raylet"), 90)
         forgetful.start_node(node)
     forgetful.deploy()
-    print(f"two replicas after {forgetful.wait_replicas(2):.1f} s")
-    wait(lambda: all(map(forgetful.answers, forgetful.machines.machines)), SETTLED_S)
+    print(f"two replicas after {forgetful.settle():.1f} s")

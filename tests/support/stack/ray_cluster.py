@@ -4,12 +4,15 @@ The head has no GPU, and each node has one, as Ray counts them. A replica takes 
 only wait (paced_app): a stream lasts as long as a test needs, whatever else the machine does.
 """
 
+import csv
 import json
 import os
 import secrets
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,11 +99,11 @@ class RayCluster:
         self._write(self.head)
         self.on_head("serve deploy /tmp/cluster.yaml --address http://127.0.0.1:8265 2>&1")
 
-    def drain(self, machine: Machine) -> None:
-        """`ray drain-node`, as a handler of a machine's notice would call it."""
+    def drain(self, machine: Machine, seconds: int) -> None:
+        """`ray drain-node` of a machine that will end so many seconds later."""
         nodes = json.loads(self.on_head("ray list nodes --filter state=ALIVE --format json 2>/dev/null"))
         (node,) = [entry["node_id"] for entry in nodes if entry["node_ip"] == machine.address]
-        words = "--reason DRAIN_NODE_REASON_PREEMPTION --reason-message maintenance --deadline-remaining-seconds 600"
+        words = f"--reason DRAIN_NODE_REASON_PREEMPTION --reason-message maintenance --deadline-remaining-seconds {seconds}"
         self.on_head(f"ray drain-node --address {self.head.address}:6379 --node-id {node} {words} 2>&1")
 
     def url(self, machine: Machine) -> str:
@@ -131,6 +134,27 @@ class RayCluster:
         """Seconds until discovery lists so many."""
         return wait(lambda: _quietly(lambda: len(self.targets()) == count), timeout_s)
 
+    def routed(self, machine: Machine) -> int:
+        """To how many replicas its HAProxy sends requests, by its admin socket."""
+        (folder,) = (machine.folder / "tmp" / "haproxy-serve").glob("*/")
+        handle = os.open(folder, os.O_RDONLY)  # the path of a socket has 107 bytes at most
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(f"/proc/self/fd/{handle}/admin.sock")
+                connection.sendall(b"show stat\n")
+                table = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+        finally:
+            os.close(handle)
+        rows = csv.DictReader(table.removeprefix("# ").splitlines())
+        return sum(row["svname"].startswith("SERVE_REPLICA") and row["status"] == "UP" for row in rows)
+
+    def settle(self) -> float:
+        """Seconds until there are two replicas, and each ingress sends requests to both."""
+        begun = time.monotonic()
+        self.wait_replicas(2)
+        wait(lambda: all(_quietly(lambda m=machine: self.routed(m) == 2) for machine in self.machines.machines), 60)
+        return time.monotonic() - begun
+
     def with_engine(self) -> list[Machine]:
         """The nodes on which an engine runs."""
         return [node for node in self.nodes if node.processes(CORE)]
@@ -149,8 +173,7 @@ def ray_cluster(folder: Path, step_s: float, head_environ: dict[str, str]) -> It
         for node in found.nodes:
             found.start_node(node)
         found.deploy()
-        print(f"\ntwo replicas after {found.wait_replicas(2):.1f} s")
-        wait(lambda: all(map(found.answers, made.machines)), 60)
+        print(f"\ntwo replicas after {found.settle():.1f} s")
         with EngineCount(found.nodes) as count:
             yield found
         assert max(count.most.values()) == 1, count.most
@@ -196,5 +219,5 @@ def _quietly(asked: Callable[[], bool]) -> bool:
     """False where it cannot be asked yet."""
     try:
         return asked()
-    except AssertionError:
+    except (AssertionError, OSError, ValueError):
         return False
