@@ -66,11 +66,17 @@ def test_a_drained_node_cuts_nothing_and_nobody_waits(cluster: RayCluster) -> No
     assert drained(cluster, STOP_S + BOOT_S) < min(WAIT_S, planted / 3)
 
 
-def drained(cluster: RayCluster, seconds: int) -> float:
-    """The longest silence of a stream, new or old, while the node with the one replica is drained; all have finished."""
+def with_one_replica(cluster: RayCluster) -> Machine:
+    """The node that has it, where there is one alone."""
     cluster.deploy(1)
     wait(lambda: len(cluster.with_engine()) == 1 and cluster.routed(cluster.head) == 1, 60)
     (node,) = cluster.with_engine()
+    return node
+
+
+def drained(cluster: RayCluster, seconds: int) -> float:
+    """The longest silence of a stream, new or old, while the node with the one replica is drained; all have finished."""
+    node = with_one_replica(cluster)
     streams = cluster.streams(cluster.head, 6, LONG)
     wait_begun(streams)
     begun = time.monotonic()
@@ -123,6 +129,26 @@ def test_a_lost_node_hangs_nobody(cluster: RayCluster, blow: str) -> None:
         lost.plug()
         gone = wait(lambda: not lost.processes("engine."), 90)
         print(f"no engine on the node {gone:.1f} s after its network was back")
+    renew(cluster, lost)
+
+
+@pytest.mark.parametrize("blow", ["unplug", "kill"])
+def test_the_only_replica_comes_back_elsewhere(cluster: RayCluster, blow: str) -> None:
+    """Until then each new request gets 503 with Retry-After, or waits for less than ten seconds."""
+    lost = with_one_replica(cluster)
+    getattr(lost, blow)()
+    begun = time.monotonic()
+    streams = list[Stream]()
+    while not any(stream.how == "finish" for stream in streams):
+        assert time.monotonic() - begun < 120, how(streams)
+        streams += cluster.streams(cluster.head, 1, 20)
+        time.sleep(0.5)
+    took = time.monotonic() - begun
+    found = how(streams)
+    print(f"\nback after {took:.1f} s, {dict(found)}, the longest silence {longest_gap(streams):.1f} s")
+    lost.plug()
+    assert set(found) == {"finish", "refused: 503 5"}
+    assert longest_gap(streams) < LOST_S
     renew(cluster, lost)
 
 
