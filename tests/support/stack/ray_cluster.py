@@ -43,7 +43,6 @@ class RayCluster:
         self.config = yaml.safe_load((ROOT / "deploy" / "nano.yaml").read_text())
         self.config["http_options"] |= {"host": "0.0.0.0", "port": PORT}
         self.config["proxy_location"] = "EveryNode"
-        self.config["applications"][0]["import_path"] = "tests.support.stack.paced_app:build"
         self.args["tp"] = 1
         self.deployment.update(ONE_GPU)
         self._head_environ = head_environ
@@ -81,7 +80,7 @@ class RayCluster:
         self._write(machine)
         sizes = "--num-cpus=2 --object-store-memory=100000000 --disable-usage-stats"
         more = "".join(f"export {name}={value} && " for name, value in environ.items())
-        start = f'eval "$(python -m deploy.cli env --for {kind} /tmp/cluster.yaml)" && {more}ray start {address} {sizes}'
+        start = f"{_environ_of(kind)} && {more}ray start {address} {sizes}"
         machine.run(f"{start} > /tmp/start.log 2>&1 || {{ cat /tmp/start.log; exit 1; }}", self._environ, 90)
 
     def _write(self, machine: Machine) -> None:
@@ -89,15 +88,15 @@ class RayCluster:
 
     def on_head(self, script: str, timeout_s: float = 90) -> str:
         """What `script` prints on the head, in the environment of its Ray."""
-        environ = 'eval "$(python -m deploy.cli env --for head /tmp/cluster.yaml)"'
-        return self.head.run(f"{environ} && {script}", self._environ, timeout_s)
+        return self.head.run(f"{_environ_of('head')} && {script}", self._environ, timeout_s)
 
     def deploy(self, replicas: int = 2, **args: Any) -> None:
         """`serve deploy` of the config with so many replicas and other `args`."""
         self.deployment["num_replicas"] = replicas
         self.args.update(args)
         self._write(self.head)
-        self.on_head("serve deploy /tmp/cluster.yaml --address http://127.0.0.1:8265 2>&1")
+        paced = "sed s/deploy.app:build/tests.support.stack.paced_app:build/ /tmp/cluster.yaml > /tmp/paced.yaml"
+        self.on_head(f"{paced} && serve deploy /tmp/paced.yaml --address http://127.0.0.1:8265 2>&1")
 
     def drain(self, machine: Machine, seconds: int) -> None:
         """`ray drain-node` of a machine that will end so many seconds later."""
@@ -208,6 +207,11 @@ def strike(machine: Machine, words: str) -> None:
     assert victims, f"{machine.address} has no {words}"
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
+
+
+def _environ_of(kind: str) -> str:
+    """The script that takes the environment of `quartet env`, as docs/deployment.md has it."""
+    return f'settings="$(python -m deploy.cli env --for {kind} /tmp/cluster.yaml)" && eval "$settings"'
 
 
 def fetch(url: str) -> str:
