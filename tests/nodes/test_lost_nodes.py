@@ -31,39 +31,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
         yield found
 
 
-def test_each_node_has_a_replica_that_the_head_can_scrape(cluster: RayCluster) -> None:
-    """Each address of discovery's list gives metrics on the head. Planted: the port of a node on the head's loopback."""
-    for node in cluster.nodes:
-        (address,) = cluster.scraped(node)
-        assert "quartet_generation_tokens_total" in cluster.on_head(fetch(f"http://{address}/metrics"))
-        with pytest.raises(AssertionError, match="refused"):
-            cluster.on_head(fetch(f"http://127.0.0.1:{address.rpartition(':')[2]}/metrics"))
-
-
-def test_rolling_updates_cut_nothing(cluster: RayCluster) -> None:
-    """Streams that go on while each replica is replaced end as they should, and each ingress answers new ones."""
-    for update in range(ROUNDS):
-        before = {target["labels"]["replica"] for target in cluster.targets()}
-        streams = [stream for machine in cluster.machines.machines for stream in cluster.streams(machine, 2, LONG)]
-        wait_begun(streams)
-        begun = time.monotonic()
-        cluster.deploy(build=f"update {update}")
-        while {target["labels"]["replica"] for target in cluster.targets()} & before or len(cluster.targets()) < 2:
-            more = [stream for machine in cluster.machines.machines for stream in cluster.streams(machine, 1, 20)]
-            assert how(more) == Counter(finish=3)
-            streams += more
-        took = time.monotonic() - begun
-        assert how(streams) == Counter(finish=len(streams))
-        print(f"\n{len(streams)} streams, the longest gap {longest_gap(streams):.1f} s, update in {took:.1f} s")
-
-
-def test_a_drained_node_cuts_nothing_and_nobody_waits(cluster: RayCluster) -> None:
-    """The one replica goes on until another has started, and then until its streams have ended.
-
-    Planted: a deadline that leaves no time for the start. Serve stops the replica at once, and new requests wait.
-    """
-    planted = drained(cluster, STOP_S - 10)
-    assert drained(cluster, STOP_S + BOOT_S) < min(WAIT_S, planted / 3)
+def renew(cluster: RayCluster, node: Machine) -> None:
+    """The machine boots again, with its Ray, and there are two replicas."""
+    node.kill()
+    node.boot()
+    cluster.start_node(node)
+    cluster.deploy(2)
+    print(f"the node has its replica {cluster.settle():.1f} s after its Ray was up")
 
 
 def with_one_replica(cluster: RayCluster) -> Machine:
@@ -92,13 +66,13 @@ def drained(cluster: RayCluster, seconds: int) -> float:
     return longest_gap(streams)
 
 
-def renew(cluster: RayCluster, node: Machine) -> None:
-    """The machine boots again, with its Ray, and there are two replicas."""
-    node.kill()
-    node.boot()
-    cluster.start_node(node)
-    cluster.deploy(2)
-    print(f"the node has its replica {cluster.settle():.1f} s after its Ray was up")
+def test_each_node_has_a_replica_that_the_head_can_scrape(cluster: RayCluster) -> None:
+    """Each address of discovery's list gives metrics on the head. Planted: the port of a node on the head's loopback."""
+    for node in cluster.nodes:
+        (address,) = cluster.scraped(node)
+        assert "quartet_generation_tokens_total" in cluster.on_head(fetch(f"http://{address}/metrics"))
+        with pytest.raises(AssertionError, match="refused"):
+            cluster.on_head(fetch(f"http://127.0.0.1:{address.rpartition(':')[2]}/metrics"))
 
 
 @pytest.mark.parametrize("blow", ["unplug", "kill"])
@@ -129,26 +103,6 @@ def test_a_lost_node_hangs_nobody(cluster: RayCluster, blow: str) -> None:
         lost.plug()
         gone = wait(lambda: not lost.processes("engine."), 90)
         print(f"no engine on the node {gone:.1f} s after its network was back")
-    renew(cluster, lost)
-
-
-@pytest.mark.parametrize("blow", ["unplug", "kill"])
-def test_the_only_replica_comes_back_elsewhere(cluster: RayCluster, blow: str) -> None:
-    """Until then each new request gets 503 with Retry-After, or waits for less than ten seconds."""
-    lost = with_one_replica(cluster)
-    getattr(lost, blow)()
-    begun = time.monotonic()
-    streams = list[Stream]()
-    while not any(stream.how == "finish" for stream in streams):
-        assert time.monotonic() - begun < 120, how(streams)
-        streams += cluster.streams(cluster.head, 1, 20)
-        time.sleep(0.5)
-    took = time.monotonic() - begun
-    found = how(streams)
-    print(f"\nback after {took:.1f} s, {dict(found)}, the longest silence {longest_gap(streams):.1f} s")
-    lost.plug()
-    assert set(found) == {"finish", "refused: 503 5"}
-    assert longest_gap(streams) < LOST_S
     renew(cluster, lost)
 
 
@@ -189,6 +143,52 @@ def test_requests_while_a_node_dies_five_times_all_end(cluster: RayCluster) -> N
     assert set(found) <= {"finish", "error", "cut: RemoteProtocolError", "refused: 503 5"}
     assert found["finish"] > 0.9 * len(streams)
     assert longest_gap(streams) < LOST_S
+
+
+@pytest.mark.parametrize("blow", ["unplug", "kill"])
+def test_the_only_replica_comes_back_elsewhere(cluster: RayCluster, blow: str) -> None:
+    """Until then each new request gets 503 with Retry-After, or waits for less than ten seconds."""
+    lost = with_one_replica(cluster)
+    getattr(lost, blow)()
+    begun = time.monotonic()
+    streams = list[Stream]()
+    while not any(stream.how == "finish" for stream in streams):
+        assert time.monotonic() - begun < 120, how(streams)
+        streams += cluster.streams(cluster.head, 1, 20)
+        time.sleep(0.5)
+    took = time.monotonic() - begun
+    found = how(streams)
+    print(f"\nback after {took:.1f} s, {dict(found)}, the longest silence {longest_gap(streams):.1f} s")
+    lost.plug()
+    assert set(found) == {"finish", "refused: 503 5"}
+    assert longest_gap(streams) < LOST_S
+    renew(cluster, lost)
+
+
+def test_a_drained_node_cuts_nothing_and_nobody_waits(cluster: RayCluster) -> None:
+    """The one replica goes on until another has started, and then until its streams have ended.
+
+    Planted: a deadline that leaves no time for the start. Serve stops the replica at once, and new requests wait.
+    """
+    planted = drained(cluster, STOP_S - 10)
+    assert drained(cluster, STOP_S + BOOT_S) < min(WAIT_S, planted / 3)
+
+
+def test_rolling_updates_cut_nothing(cluster: RayCluster) -> None:
+    """Streams that go on while each replica is replaced end as they should, and each ingress answers new ones."""
+    for update in range(ROUNDS):
+        before = {target["labels"]["replica"] for target in cluster.targets()}
+        streams = [stream for machine in cluster.machines.machines for stream in cluster.streams(machine, 2, LONG)]
+        wait_begun(streams)
+        begun = time.monotonic()
+        cluster.deploy(build=f"update {update}")
+        while {target["labels"]["replica"] for target in cluster.targets()} & before or len(cluster.targets()) < 2:
+            more = [stream for machine in cluster.machines.machines for stream in cluster.streams(machine, 1, 20)]
+            assert how(more) == Counter(finish=3)
+            streams += more
+        took = time.monotonic() - begun
+        assert how(streams) == Counter(finish=len(streams))
+        print(f"\n{len(streams)} streams, the longest gap {longest_gap(streams):.1f} s, update in {took:.1f} s")
 
 
 def test_discovery_ends_with_its_application(cluster: RayCluster) -> None:

@@ -28,7 +28,7 @@ from tests.support.stack.paced_app import PACE_VARIABLE
 from tests.support.stack.serve_process import wait
 
 PORT = 8000
-BOOT_S = 180.0
+BOOT_S = 300.0
 CORE = "engine.core.loop"  # one process of an engine has it in its command line
 ONE_GPU: dict[str, Any] = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 1}}
 STORAGE = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": "/tmp/gcs"}
@@ -81,12 +81,12 @@ class RayCluster:
         sizes = "--num-cpus=2 --object-store-memory=100000000 --disable-usage-stats"
         more = "".join(f"export {name}={value} && " for name, value in environ.items())
         start = f"{_environ_of(kind)} && {more}ray start {address} {sizes}"
-        machine.run(f"{start} > /tmp/start.log 2>&1 || {{ cat /tmp/start.log; exit 1; }}", self._environ, 90)
+        machine.run(f"{start} > /tmp/start.log 2>&1 || {{ cat /tmp/start.log; exit 1; }}", self._environ, BOOT_S)
 
     def _write(self, machine: Machine) -> None:
         (machine.folder / "tmp" / "cluster.yaml").write_text(yaml.safe_dump(self.config))
 
-    def on_head(self, script: str, timeout_s: float = 90) -> str:
+    def on_head(self, script: str, timeout_s: float = BOOT_S) -> str:
         """What `script` prints on the head, in the environment of its Ray."""
         return self.head.run(f"{_environ_of('head')} && {script}", self._environ, timeout_s)
 
