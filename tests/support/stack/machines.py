@@ -60,7 +60,7 @@ class Machine:
     port: str
 
     def boot(self) -> None:
-        """Start its init; its /tmp is empty."""
+        """Start its init; its /tmp is as it was left."""
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
         (self.folder / "tmp" / "up").unlink(missing_ok=True)
         space = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]

@@ -135,7 +135,8 @@ class RayCluster:
 
     def routed(self, machine: Machine) -> int:
         """To how many replicas its HAProxy sends requests, by its admin socket."""
-        (folder,) = (machine.folder / "tmp" / "haproxy-serve").glob("*/")
+        folders = (machine.folder / "tmp" / "haproxy-serve").glob("*/")  # one for each time that it has joined
+        folder = max(folders, key=lambda path: path.stat().st_mtime)
         handle = os.open(folder, os.O_RDONLY)  # the path of a socket has 107 bytes at most
         try:
             with socket.socket(socket.AF_UNIX) as connection:
