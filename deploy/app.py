@@ -252,6 +252,6 @@ def _warn_about_environment(settings: Settings) -> None:
     if names := environment.missing(os.environ, settings):
         logger.warning(
             "Ray was started without %s: errors, limits, keys, clients' addresses and recovery are not as documented. Before "
-            '`ray start`, run eval "$(quartet env --for head CONFIG)" on the head, and with --for node on other nodes',
+            '`ray start`, run settings="$(quartet env --for head CONFIG)" && eval "$settings"; on other nodes with --for node',
             ", ".join(names),
         )
