@@ -3,6 +3,7 @@
 #   make serve [CONFIG=deploy/gemma4.yaml]   install if needed, then serve on 127.0.0.1:8000; Ctrl-C or SIGTERM drains
 #   make test | test-full                    the tiers pure, cpu and serve without the slow tests | everything that this machine can run
 #   make test-artefacts                      the image, the chart, the unit and compose.yaml, with the extra [artefacts]
+#   make test-nodes                          Ray on several machines, which are namespaces of this one; root
 #   make coverage                           make test, with a table of the lines that no test runs
 #   make quality [QUALITY_ARGS=...]         the nano models' exam: every setup against transformers, every planted fault
 #   make lint | bench | clean                ruff, mypy and sizes | benchmarks | remove what the tools leave behind (not .venv)
@@ -33,7 +34,7 @@ EXTRAS-lint := [lint,test]
 EXTRAS-gpu := [gpu]
 EXTRAS-artefacts := [artefacts,test]
 
-.PHONY: serve test test-full test-artefacts coverage quality lint bench clean install-gpu docs pictures
+.PHONY: serve test test-full test-artefacts test-nodes coverage quality lint bench clean install-gpu docs pictures
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -52,6 +53,9 @@ test-full: $(VENV)/.installed-test
 test-artefacts: export QUARTET_BUILD_OPTIONS ?=
 test-artefacts: $(VENV)/.installed-artefacts
 	$(BIN)/python -m pytest -m artefacts $(PYTEST_ARGS)
+
+test-nodes: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m nodes $(PYTEST_ARGS)
 
 # The lines that the tests of `make test` run, children included: half as much CPU again, so not part of it.
 coverage: $(VENV)/.installed-test

@@ -228,7 +228,7 @@ class Quartet:
             os._exit(1)
 
     async def _deregister(self, cause: str | None) -> None:
-        """Tell discovery that this replica is gone; takes half a second at most."""
+        """Tell discovery that this replica is gone; takes a second at most."""
         if self._heartbeats is not None:
             await asyncio.to_thread(self._heartbeats.deregister, cause)
 
@@ -252,6 +252,6 @@ def _warn_about_environment(settings: Settings) -> None:
     if names := environment.missing(os.environ, settings):
         logger.warning(
             "Ray was started without %s: errors, limits, keys, clients' addresses and recovery are not as documented. Before "
-            '`ray start`, run eval "$(quartet env --for head CONFIG)" on the head, and with --for node on other nodes',
+            '`ray start`, run settings="$(quartet env --for head CONFIG)" && eval "$settings"; on other nodes with --for node',
             ", ".join(names),
         )

@@ -43,6 +43,8 @@ RAY: dict[str, str] = {
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",  # ten times a second by default, for figures scraped every few seconds
 }
 ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # puts Ray's processes on loopback
+# While the head is dead, nodes serve on for ten minutes. Ray's default is one, in which no machine boots.
+SEVERAL_MACHINES = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 # A node that does not answer is dead after 3 x (1 + 2.5) s. Ray's defaults took 62 s, in which Serve placed no other replica.
 HEAD = {
     "RAY_health_check_period_ms": "1000",
@@ -85,7 +87,7 @@ def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, i
 
 def for_ray_start(*, head: bool) -> dict[str, str]:
     """Returns what `ray start` must find on the head node, or on another one. The paths are this machine's."""
-    return RAY | (HEAD if head else {}) | haproxy_paths() | {"PYTHONPATH": python_path(os.environ)}
+    return RAY | SEVERAL_MACHINES | (HEAD if head else {}) | haproxy_paths() | {"PYTHONPATH": python_path(os.environ)}
 
 
 def guard(models: Mapping[str, Settings], host: str) -> dict[str, str]:

@@ -25,6 +25,7 @@ from engine.errors import ConfigError
 NAME = "quartet-discovery"
 PERIOD_S = 1.0
 END_CHECK_S = 5.0
+LAST_S = 1.0
 
 logger = logging.getLogger("ray.serve")
 
@@ -122,10 +123,18 @@ class HeartbeatSender:
                 return
 
     def deregister(self, cause: str | None) -> None:
-        """Send the end's cause (None: in order) and the last counts, once. Blocks for half a second at most."""
+        """Send the end's cause (None: in order) and the last counts, once. Blocks for a second at most: while the head is dead, Ray
+        takes a minute to say that it finds no actor."""
         if self._over.is_set():
             return
         self._over.set()
+        last = threading.Thread(target=self._send_last, args=(cause,), name="last heartbeat", daemon=True)
+        last.start()
+        last.join(LAST_S)
+        if last.is_alive():
+            logger.warning("discovery did not hear of the end (no answer)")
+
+    def _send_last(self, cause: str | None) -> None:
         try:
             self.registry.call("deregister", 0.5, self.target, cause, self.counts())
         except RayError as error:

@@ -13,8 +13,8 @@ Of many rows, and of experts, another kernel follows the product:
 
 Of few rows the product's own kernel does that (`kernels.linear`), and `_shrink` comes before it. Of three rows or more both run at
 the same time: the product's kernel multiplies by the model's matrix before `_shrink` has ended. It learns from a word that the
-kernels before have ended. All CTAs of `_shrink` run by then, so it does not wait for one that cannot start. Of one row or two it has
-too many CTAs to ask for that word.
+kernels before have ended. All CTAs of `_shrink` run by then, so it does not wait for one that cannot start. Of one row or two the
+product has too many CTAs for all to read that word.
 """
 
 from collections.abc import Sequence

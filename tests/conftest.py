@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.repo_rules import TIERS, may_match
 
-ORDER = ("pure", "cpu", "serve", "artefacts", "gpu", "gpu4")  # cheap tiers first: a broken leaf shows in seconds
+ORDER = ("pure", "cpu", "serve", "artefacts", "nodes", "gpu", "gpu4")  # cheap tiers first: a broken leaf shows in seconds
 # Files of more than ten seconds come first in their tier: the last ones, for which other workers wait, are short.
 LONGEST = {
     *("test_drafts", "test_quality", "test_exactness", "test_media_exactness", "test_model", "test_mixed_steps", "test_bombs"),

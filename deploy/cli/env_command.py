@@ -14,8 +14,8 @@ HELP = """\
 errors, limits, keys and the addresses of clients are Ray Serve's own, and streams go through its Python proxy. CONFIG tells the
 guard around Serve its limits and keys. Run it where the paths are those of the node: on the node, or in its image.
 
-  eval "$(quartet env --for head deploy/gemma4.yaml)" && ray start --head
-  eval "$(quartet env --for node deploy/gemma4.yaml)" && ray start --address HEAD:6379
+  settings="$(quartet env --for head deploy/gemma4.yaml)" && eval "$settings" && ray start --head
+  settings="$(quartet env --for node deploy/gemma4.yaml)" && eval "$settings" && ray start --address HEAD:6379
   quartet env --for node --format systemd deploy/gemma4.yaml > /etc/quartet/node.env
   quartet env --for node --format kubernetes deploy/gemma4.yaml
 

@@ -214,17 +214,20 @@ def test_the_chart_has_manifests_without_a_values_file() -> None:
 
 
 def test_every_pod_has_time_to_finish_its_requests() -> None:
-    """A pod's grace is longer than a request may take with what comes before and after it, and nothing cuts requests before."""
+    """A pod's grace is longer than a request may take with what comes before and after it, and nothing cuts requests before. A
+    RayService's node drains for longer than Serve needs to stop its replica: else Serve stops it before it starts another."""
     for ray in (False, True):
         model = {"requestTimeoutSeconds": 300, "raySpec": {"enabled": ray}}
         rendered = render_model(model)
         pod = pods(rendered.one("RayService" if ray else "Deployment"))[-1]["spec"]
         (container,) = pod["containers"]
         hook = container["lifecycle"]["preStop"]["exec"]["command"]
-        assert pod["terminationGracePeriodSeconds"] >= 5 + 300 + 30
-        assert hook[-1] == ("300" if ray else "5")
+        assert pod["terminationGracePeriodSeconds"] >= int(hook[-1]) + (30 if ray else 330)
+        assert hook[-1] == ("610" if ray else "5")
         assert "stop" not in hook
         if ray:
+            (app,) = yaml.safe_load(rendered.one("RayService")["spec"]["serveConfigV2"])["applications"]
+            assert int(hook[-1]) == app["deployments"][0]["graceful_shutdown_timeout_s"] + 300
             assert rendered.one("RayService")["spec"]["rayClusterDeletionDelaySeconds"] > 300
         else:
             assert container["args"][-2:] == ["--drain", "300"]

@@ -21,16 +21,19 @@ PERIOD_S = 0.01
 
 
 class FakeRegistryClient:
-    """A registry without Ray; `broken`: every call raises what Ray raises."""
+    """A registry without Ray; `broken`: every call raises what Ray raises; `answers`: calls wait for it."""
 
     def __init__(self) -> None:
         self.registry = ReplicaRegistry()
         self.broken = False
+        self.answers = threading.Event()
+        self.answers.set()
         self.beats = 0
         self.tries = 0
 
     def call(self, method: str, _timeout_s: float, *args: Any) -> Any:
         self.tries += 1
+        self.answers.wait()
         if self.broken:
             raise GetTimeoutError
         if method == "url":
@@ -73,6 +76,26 @@ def test_an_unreachable_registry_stops_nothing(caplog: pytest.LogCaptureFixture)
         until(lambda: bool(client.registry.targets()), "a target")
     speaking.deregister(None)
     assert len([record for record in caplog.records if "discovery does not answer" in record.message]) <= 1
+
+
+def test_the_end_waits_for_no_registry(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """While the head is dead Ray's calls block. Planted: more patience, with which the last word is heard once it is back."""
+    monkeypatch.setattr(registry, "LAST_S", 0.05)
+    client = FakeRegistryClient()
+    speaking = heartbeats(client, [])
+    until(lambda: client.beats >= 1, "a heartbeat")
+    client.answers.clear()
+    with caplog.at_level("WARNING", logger="ray.serve"):
+        speaking.deregister("killed")
+    assert "discovery did not hear of the end (no answer)" in caplog.messages
+    assert len(client.registry.targets()) == 1
+    caplog.clear()
+    monkeypatch.setattr(registry, "LAST_S", 10.0)
+    patient = heartbeats(client, [])
+    threading.Timer(0.2, client.answers.set).start()
+    patient.deregister("killed")
+    assert client.registry.targets() == []
+    assert not caplog.messages
 
 
 def test_a_new_registry_learns_every_replica() -> None:

@@ -24,7 +24,7 @@ LEAVES = frozenset(f"engine.{name}" for name in _LEAF_NAMES)
 CONTROL = frozenset(
     {"engine.core", "engine.front", "cluster", "deploy", "deploy.edge", "deploy.models", "deploy.cli", "dashboards"}
 )
-TIERS = frozenset({"pure", "cpu", "serve", "artefacts", "gpu", "gpu4"})
+TIERS = frozenset({"pure", "cpu", "serve", "artefacts", "nodes", "gpu", "gpu4"})
 _MARK = re.compile(r"\bmark\.(\w+)")
 
 _LEAVES = tuple(sorted(LEAVES))

@@ -192,7 +192,7 @@ resources:
 {{- define "quartet.podSpec" -}}
 automountServiceAccountToken: {{ eq (.kind | default "") "head" }}
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ add (int .model.requestTimeoutSeconds) 60 }}
+terminationGracePeriodSeconds: {{ add (int .model.requestTimeoutSeconds) (ternary 370 60 .model.raySpec.enabled) }}
 securityContext:
   runAsNonRoot: true
   runAsUser: 10001

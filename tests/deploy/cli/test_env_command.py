@@ -87,12 +87,12 @@ def test_a_replica_with_all_of_it_misses_nothing(tmp_path: Path) -> None:
 
 
 def test_the_launcher_and_ray_start_have_one_table(tmp_path: Path) -> None:
-    """What `quartet serve` sets for Ray, but its own ports and folder, `quartet env` prints, and nothing else of Serve's."""
+    """What `quartet serve` sets for Ray, but its own ports and folder, `quartet env` prints, with what several machines need."""
     own: dict[str, str] = {}
     environment.prepare(own, tmp_path, {})
     private = {*environment.HAPROXY_FILES, *environment.haproxy_sizes(), *environment.ONE_MACHINE, "RAY_AUTH_TOKEN_PATH"}
     printed_ones = environment.for_ray_start(head=False)
-    assert own.keys() - private == printed_ones.keys() - {"PYTHONPATH"}
+    assert own.keys() - private == printed_ones.keys() - environment.SEVERAL_MACHINES.keys() - {"PYTHONPATH"}
     assert printed_ones["PYTHONPATH"].startswith(str(ROOT))
     assert {name: own[name] for name in environment.RAY} == environment.RAY
 

@@ -22,8 +22,8 @@ from tests.support.stack.serve_process import wait
 
 T = TypeVar("T")
 
-CAN_MAKE = os.geteuid() == 0 and all(map(shutil.which, ("ip", "unshare", "nsenter")))
-REASON = "machines in namespaces need root, ip, unshare and nsenter"
+CAN_MAKE = os.geteuid() == 0 and all(map(shutil.which, ("ip", "nsenter", "setpriv", "unshare")))
+REASON = "machines in namespaces need root, ip, nsenter, setpriv and unshare"
 CLIENT = "10.77.0.254"  # the address of the switch, where the tests' clients are
 INIT = """
 case "$2" in  # a checkout below /tmp stays where it is
@@ -60,11 +60,13 @@ class Machine:
     port: str
 
     def boot(self) -> None:
-        """Start its init; its /tmp is empty."""
+        """Start its init; its /tmp is as it was left."""
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
         (self.folder / "tmp" / "up").unlink(missing_ok=True)
         space = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        self._unshare = subprocess.Popen([*space, "/bin/sh", "-c", INIT, str(self.folder), sys.executable, str(ROOT)])
+        init = ["/bin/sh", "-c", INIT, str(self.folder), sys.executable, str(ROOT)]
+        # It ends with this process, whatever ends that.
+        self._unshare = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *space, *init])
         wait((self.folder / "tmp" / "up").exists, 10)
         children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children").read_text().split()
         self.init = int(children[0])
@@ -82,8 +84,11 @@ class Machine:
         return done.stdout
 
     def processes(self, words: str) -> list[int]:
-        """Its living processes whose command line has `words`, by the host's numbers."""
-        space = Path(f"/proc/{self.init}/ns/pid").stat().st_ino
+        """Its living processes whose command line has `words`, by the host's numbers; none while it is off."""
+        try:
+            space = Path(f"/proc/{self.init}/ns/pid").stat().st_ino
+        except FileNotFoundError:
+            return []
         return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and _is_there(path, space, words)]
 
     def unplug(self) -> None:
@@ -148,6 +153,7 @@ def enter_network(namespace: str) -> None:
 @contextmanager
 def machines(folder: Path, count: int) -> Iterator[Machines]:
     """So many machines, booted; they and their networks are gone afterwards."""
+    _remove_networks_of_the_dead()
     name = f"q{os.getpid()}-{next(_numbers)}"
     made = [Machine(f"{name}-{i}", f"10.77.0.{i + 1}", folder / f"machine{i}", name, f"port{i}") for i in range(count)]
     try:
@@ -163,6 +169,13 @@ def machines(folder: Path, count: int) -> Iterator[Machines]:
             subprocess.run(["ip", "netns", "del", machine.namespace], check=False, capture_output=True)
             shutil.rmtree(machine.folder, ignore_errors=True)  # its sockets
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _remove_networks_of_the_dead() -> None:
+    """Those of tests that were killed."""
+    for network in Path("/run/netns").glob("q*-*"):
+        if not Path(f"/proc/{network.name[1:].partition('-')[0]}").exists():
+            subprocess.run(["ip", "netns", "del", network.name], check=False, capture_output=True)
 
 
 def _make_switch(name: str) -> None:

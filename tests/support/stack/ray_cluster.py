@@ -1,45 +1,57 @@
-"""Ray on machines of their own, started as docs/deployment.md says: `quartet env`, `ray start`, `serve deploy`."""
+"""Ray on machines of their own, started as docs/deployment.md says: `quartet env`, `ray start`, `serve deploy`.
 
+The head has no GPU, and each node has one, as Ray counts them. A replica takes one, so a node has at most one engine. Its ranks
+only wait (paced_app): a stream lasts as long as a test needs, whatever else the machine does.
+"""
+
+import csv
 import json
 import os
 import secrets
+import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import yaml
 
 from tests.support.repo_rules import ROOT
-from tests.support.stack.machines import Machine, Machines, enter_network
+from tests.support.stack.machines import Machine, Machines, machines
+from tests.support.stack.node_stream import BODY, Stream
+from tests.support.stack.paced_app import PACE_VARIABLE
 from tests.support.stack.serve_process import wait
 
 PORT = 8000
-MODEL = "nano-31b"
-BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True}
-BOOT_S = 180.0
+BOOT_S = 300.0
+CORE = "engine.core.loop"  # one process of an engine has it in its command line
+ONE_GPU: dict[str, Any] = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 1}}
+STORAGE = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": "/tmp/gcs"}
 
 
 class RayCluster:
     """A head, the first machine, and nodes, the others; each may start and end for itself."""
 
-    def __init__(self, machines: Machines, args: dict[str, Any], deployment: dict[str, Any]) -> None:
+    def __init__(self, machines: Machines, head_environ: dict[str, str], step_s: float) -> None:
         self.machines = machines
         self.head, *self.nodes = machines.machines
         self.config = yaml.safe_load((ROOT / "deploy" / "nano.yaml").read_text())
         self.config["http_options"] |= {"host": "0.0.0.0", "port": PORT}
         self.config["proxy_location"] = "EveryNode"
         self.args["tp"] = 1
-        self.args.update(args)
-        self.config["applications"][0]["deployments"][0].update(deployment)
+        self.deployment.update(ONE_GPU)
+        self._head_environ = head_environ
         binaries = Path(sys.executable).parent
         self._environ = {
             "PATH": f"{binaries}:{os.environ['PATH']}",
             "HOME": os.environ.get("HOME", "/root"),
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            PACE_VARIABLE: str(step_s),
         }
 
     @property
@@ -48,53 +60,64 @@ class RayCluster:
         args: dict[str, Any] = self.config["applications"][0]["args"]
         return args
 
-    def start_head(self, **environ: str) -> None:
-        """Ray's head on the first machine. `environ`: more variables."""
-        address = f"--head --port=6379 --node-ip-address={self.head.address}"
-        self._start(self.head, "head", f"{address} --include-dashboard=true", environ)
+    @property
+    def deployment(self) -> dict[str, Any]:
+        """Serve's options of the deployment, in the config."""
+        options: dict[str, Any] = self.config["applications"][0]["deployments"][0]
+        return options
+
+    def start_head(self) -> None:
+        """Ray's head on the first machine."""
+        address = f"--head --port=6379 --node-ip-address={self.head.address} --include-dashboard=true --num-gpus=0"
+        self._start(self.head, "head", address, self._head_environ)
 
     def start_node(self, machine: Machine) -> None:
         """Ray on another machine."""
-        self._start(machine, "node", f"--address={self.head.address}:6379 --node-ip-address={machine.address}", {})
+        address = f"--address={self.head.address}:6379 --node-ip-address={machine.address} --num-gpus=1"
+        self._start(machine, "node", address, {})
 
     def _start(self, machine: Machine, kind: str, address: str, environ: dict[str, str]) -> None:
         self._write(machine)
         sizes = "--num-cpus=2 --object-store-memory=100000000 --disable-usage-stats"
         more = "".join(f"export {name}={value} && " for name, value in environ.items())
-        start = f'eval "$(python -m deploy.cli env --for {kind} /tmp/cluster.yaml)" && {more}ray start {address} {sizes}'
-        machine.run(f"{start} > /tmp/start.log 2>&1 || {{ cat /tmp/start.log; exit 1; }}", self._environ, 90)
+        start = f"{_environ_of(kind)} && {more}ray start {address} {sizes}"
+        machine.run(f"{start} > /tmp/start.log 2>&1 || {{ cat /tmp/start.log; exit 1; }}", self._environ, BOOT_S)
 
     def _write(self, machine: Machine) -> None:
         (machine.folder / "tmp" / "cluster.yaml").write_text(yaml.safe_dump(self.config))
 
-    def on_head(self, script: str, timeout_s: float = 90) -> str:
+    def on_head(self, script: str, timeout_s: float = BOOT_S) -> str:
         """What `script` prints on the head, in the environment of its Ray."""
-        environ = 'eval "$(python -m deploy.cli env --for head /tmp/cluster.yaml)"'
-        return self.head.run(f"{environ} && {script}", self._environ, timeout_s)
+        return self.head.run(f"{_environ_of('head')} && {script}", self._environ, timeout_s)
 
-    def deploy(self, **args: Any) -> None:
-        """`serve deploy` of the config with other `args`."""
+    def deploy(self, replicas: int = 2, **args: Any) -> None:
+        """`serve deploy` of the config with so many replicas and other `args`."""
+        self.deployment["num_replicas"] = replicas
         self.args.update(args)
         self._write(self.head)
-        self.on_head("serve deploy /tmp/cluster.yaml --address http://127.0.0.1:8265 2>&1")
+        paced = "sed s/deploy.app:build/tests.support.stack.paced_app:build/ /tmp/cluster.yaml > /tmp/paced.yaml"
+        self.on_head(f"{paced} && serve deploy /tmp/paced.yaml --address http://127.0.0.1:8265 2>&1")
 
-    def status(self) -> dict[str, Any]:
-        """`serve status`."""
-        return dict(yaml.safe_load(self.on_head("serve status --address http://127.0.0.1:8265 2>/dev/null")))
+    def drain(self, machine: Machine, seconds: int) -> None:
+        """`ray drain-node` of a machine that will end so many seconds later."""
+        nodes = json.loads(self.on_head("ray list nodes --filter state=ALIVE --format json 2>/dev/null"))
+        (node,) = [entry["node_id"] for entry in nodes if entry["node_ip"] == machine.address]
+        words = f"--reason DRAIN_NODE_REASON_PREEMPTION --reason-message maintenance --deadline-remaining-seconds {seconds}"
+        self.on_head(f"ray drain-node --address {self.head.address}:6379 --node-id {node} {words} 2>&1")
 
     def url(self, machine: Machine) -> str:
         """Its ingress."""
         return f"http://{machine.address}:{PORT}"
-
-    def get(self, url: str) -> httpx.Response:
-        """The reply, as the tests' clients see it."""
-        return self.machines.from_client(lambda: httpx.get(url, timeout=5))
 
     def targets(self) -> list[dict[str, Any]]:
         """Discovery's list, read on the head."""
         page = self.head.run(fetch("http://127.0.0.1:9464/targets"), self._environ, 20)
         found: list[dict[str, Any]] = json.loads(page)
         return found
+
+    def scraped(self, machine: Machine) -> list[str]:
+        """Where the replicas of a machine are scraped."""
+        return [target["targets"][0] for target in self.targets() if target["labels"]["node"] == machine.address]
 
     def answers(self, machine: Machine) -> bool:
         """Whether a chat is answered by its ingress."""
@@ -107,12 +130,89 @@ class RayCluster:
         return httpx.post(f"{self.url(machine)}/v1/chat/completions", json=BODY | {"max_tokens": 1}, timeout=5)
 
     def wait_replicas(self, count: int, timeout_s: float = BOOT_S) -> float:
-        """Seconds until discovery lists so many, and each ingress answers."""
+        """Seconds until discovery lists so many."""
         return wait(lambda: _quietly(lambda: len(self.targets()) == count), timeout_s)
 
-    def streams(self, machine: Machine, count: int, tokens: int) -> "list[Stream]":
-        """Streams by its ingress, each on a thread of its own."""
+    def routed(self, machine: Machine) -> int:
+        """To how many replicas its HAProxy sends requests, by its admin socket."""
+        folders = (machine.folder / "tmp" / "haproxy-serve").glob("*/")  # one for each time that it has joined
+        folder = max(folders, key=lambda path: path.stat().st_mtime)
+        handle = os.open(folder, os.O_RDONLY)  # the path of a socket has 107 bytes at most
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(f"/proc/self/fd/{handle}/admin.sock")
+                connection.sendall(b"show stat\n")
+                table = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+        finally:
+            os.close(handle)
+        rows = csv.DictReader(table.removeprefix("# ").splitlines())
+        return sum(row["svname"].startswith("SERVE_REPLICA") and row["status"] == "UP" for row in rows)
+
+    def settle(self) -> float:
+        """Seconds until there are two replicas, and each ingress sends requests to both."""
+        begun = time.monotonic()
+        self.wait_replicas(2)
+        wait(lambda: all(_quietly(lambda m=machine: self.routed(m) == 2) for machine in self.machines.machines), 60)
+        return time.monotonic() - begun
+
+    def with_engine(self) -> list[Machine]:
+        """The nodes on which an engine runs."""
+        return [node for node in self.nodes if node.processes(CORE)]
+
+    def streams(self, machine: Machine, count: int, tokens: int) -> list[Stream]:
+        """Streams by its ingress, each a conversation of its own on a thread of its own."""
         return [Stream(self.machines.switch, self.url(machine), tokens) for _ in range(count)]
+
+
+@contextmanager
+def ray_cluster(folder: Path, step_s: float, head_environ: dict[str, str]) -> Iterator[RayCluster]:
+    """A head and two nodes with a replica each, whose steps take `step_s`. No GPU has had two engines at once meanwhile."""
+    with machines(folder, 3) as made:
+        found = RayCluster(made, head_environ, step_s)
+        found.start_head()
+        for node in found.nodes:
+            found.start_node(node)
+        found.deploy()
+        print(f"\ntwo replicas after {found.settle():.1f} s")
+        with EngineCount(found.nodes) as count:
+            yield found
+        assert max(count.most.values()) == 1, count.most
+
+
+class EngineCount:
+    """The most engines that each machine had at once, looked for ten times a second."""
+
+    def __init__(self, nodes: list[Machine]) -> None:
+        self.most = {node.address: 0 for node in nodes}
+        self._nodes = nodes
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._count, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(10)
+
+    def _count(self) -> None:
+        while not self._over.wait(0.1):
+            for node in self._nodes:
+                self.most[node.address] = max(self.most[node.address], len(node.processes(CORE)))
+
+
+def strike(machine: Machine, words: str) -> None:
+    """SIGKILL to its processes whose command line has `words`; there is one at least."""
+    victims = machine.processes(words)
+    assert victims, f"{machine.address} has no {words}"
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _environ_of(kind: str) -> str:
+    """The script that takes the environment of `quartet env`, as docs/deployment.md has it."""
+    return f'settings="$(python -m deploy.cli env --for {kind} /tmp/cluster.yaml)" && eval "$settings"'
 
 
 def fetch(url: str) -> str:
@@ -124,46 +224,5 @@ def _quietly(asked: Callable[[], bool]) -> bool:
     """False where it cannot be asked yet."""
     try:
         return asked()
-    except AssertionError:
+    except (AssertionError, OSError, ValueError):
         return False
-
-
-class Stream:
-    """One streamed chat. `how`: finish, error, cut or refused; None while it goes on."""
-
-    def __init__(self, network: str, url: str, tokens: int) -> None:
-        self.how: str | None = None
-        self.events = 0
-        self.ended = 0.0
-        self.longest_gap = 0.0
-        self._last = time.monotonic()
-        self._network = network
-        self._url = url
-        self._body = BODY | {"stream": True, "max_tokens": tokens}
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        enter_network(self._network)
-        try:
-            with httpx.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, timeout=90) as reply:
-                self.how = self._read(reply)
-        except httpx.TransportError as error:
-            self.how = f"cut: {type(error).__name__}"
-        self.ended = time.monotonic()
-
-    def _read(self, reply: httpx.Response) -> str:
-        if reply.status_code != 200:
-            reply.read()
-            return f"refused: {reply.status_code} {reply.headers.get('retry-after')}"
-        how = "cut: no end"
-        for line in reply.iter_lines():
-            now = time.monotonic()
-            self.longest_gap = max(self.longest_gap, now - self._last)
-            self._last = now
-            self.events += line.startswith("data:")
-            if '"error"' in line:
-                how = "error"
-            if '"finish_reason":"length"' in line:
-                how = "finish"
-        return how
