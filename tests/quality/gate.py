@@ -47,6 +47,7 @@ class Setup:
     device: Literal["cpu", "cuda"] = "cpu"
     page: int = 32
     graphs: bool = True
+    kv_dtype: str = "auto"
 
     @property
     def tie(self) -> float:
@@ -69,6 +70,7 @@ class Setup:
             page=self.page,
             pages=pages if self.tight else None,
             graphs=self.graphs,
+            kv_dtype=self.kv_dtype,
         )
 
 
@@ -93,9 +95,9 @@ class QuestionSet:
     prompts: list[list[int]]
 
     @classmethod
-    def of(cls, member: str, questions: Mapping[str, int], seed: int) -> "QuestionSet":
-        """`questions`: how many of each skill."""
-        folder = resolve(f"nano:{member}")
+    def of(cls, member: str, questions: Mapping[str, int], seed: int, folder: Path | None = None) -> "QuestionSet":
+        """`questions`: how many of each skill; `folder`: the member in another format."""
+        folder = folder or resolve(f"nano:{member}")
         text, geometry = TextProcessor.load(folder), read_geometry(folder)
         draw = drawing(random.Random(f"{seed} {member}"), geometry.window, text)
         exercises = [each for skill, size in questions.items() for each in exam(skill, draw, size)]
