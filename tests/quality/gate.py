@@ -30,6 +30,7 @@ from tests.support.judge.oracle import judge
 
 AT_ONCE = 48
 PASS = 0.95  # of the questions that must be answered right
+ROUNDED = 0.5  # logits nearer than this may fall either way where activations, or K and V, are rounded to eight bits
 SHARE = 0.05  # of the stories that a fault must change
 Verdict = Literal["same", "tie", "differs"]
 
@@ -37,7 +38,7 @@ Verdict = Literal["same", "tie", "differs"]
 @dataclass(frozen=True)
 class Setup:
     """How a group is run. tight: so few full-attention pages that sequences are preempted. graphs: off where a fault is planted in
-    Python, which a captured step does not run again."""
+    Python, which a captured step does not run again. rounds: the format rounds activations, or K and V."""
 
     name: str
     tp: int = 1
@@ -48,10 +49,13 @@ class Setup:
     page: int = 32
     graphs: bool = True
     kv_dtype: str = "auto"
+    rounds: bool = False
 
     @property
     def tie(self) -> float:
         """Logits nearer than this may fall either way. fp32: another order of sums; bf16: half a step of a logit near 30."""
+        if self.rounds:
+            return ROUNDED
         return 1e-4 if self.dtype == "float32" else 0.125
 
     def config(self, folder: Path, longest: int) -> EngineConfig:

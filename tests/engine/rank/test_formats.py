@@ -1,7 +1,7 @@
 """Every format that folders come in: the logits of the weights that a folder stands for, on one rank and on two; planted faults.
 
-A folder is written by our own quantiser with public names (`tests.support.engine.quantised`), and read a second time by the format's
-definition into a plain folder. The engine loads both.
+A folder is written by our own quantiser with public names (`tests.support.engine.quantised`). It is read a second time by the
+format's definition into a plain folder, and the engine loads both.
 """
 
 from collections.abc import Callable
@@ -62,8 +62,8 @@ def cases() -> list[object]:
 
 @pytest.mark.parametrize(("member", "kind"), cases())
 def test_a_folder_is_the_weights_that_it_stands_for(base: Base, tmp_path: Path, member: str, kind: str) -> None:
-    """Logits are those of its numbers in a plain folder, as far as activations are not rounded; those of the weights before they were
-    quantised are not. With rounded activations they are near."""
+    """Without the rounding of activations, logits are those of its numbers in a plain folder. Those of the unquantised weights are
+    not. With rounded activations they are near."""
     folder = saved(base(member), tmp_path / "saved", kind=kind)
     plain = dequantised(folder, tmp_path / "plain")
     expected = logits(plain, read_quantisation(plain))

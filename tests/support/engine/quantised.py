@@ -240,17 +240,17 @@ def fused(tensors: Tensors) -> Tensors:
     return found | {name: torch.stack([each for _, each in sorted(matrices.items())]) for name, matrices in experts.items()}
 
 
-def matrices_of(folder: Path) -> list[str]:
-    """The names of the matrices of a plain folder's text model, experts one by one."""
+def widths_of(folder: Path) -> dict[str, int]:
+    """The columns of each matrix of a plain folder's text model, by its name; experts one by one."""
     whole = pieces(TENSORS, read_geometry(folder), weights=Quantisation(fused=False))
-    return [name.removesuffix(".weight") for name, piece in whole.items() if piece.kind == "matrix"]
+    return {name.removesuffix(".weight"): piece.fan_in for name, piece in whole.items() if piece.kind == "matrix"}
 
 
 def saved(folder: Path, to: Path, targets: str = "re:.*", ignore: tuple[str, ...] = (), kind: str = "channel") -> Path:
     """The checkpoint in a format of KINDS, experts one by one; targets: of the matrices that are quantised."""
     said = json.loads(json.dumps(KINDS[kind][1])) | {"ignore": ["lm_head", *ignore]}
     tensors = unfused(_tensors(folder))
-    for matrix in matrices_of(folder):
+    for matrix in widths_of(folder):
         if not re.match(targets.removeprefix("re:"), f"{matrix}.weight") or matrix in ignore:
             continue
         quantiser = KINDS[kind][0]
