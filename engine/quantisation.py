@@ -19,6 +19,10 @@ _KV_SCALE = re.compile(r".*\.self_attn\.(([qkv]|kv)_scale|[qkv]_proj\.([qkv]_sca
 _INPUT_SCALE = re.compile(r"(.*)\.input_(global_)?scale")
 
 Groups = tuple[tuple[tuple[str, ...], WeightFormat], ...]  # targets and format of each
+_READ = (
+    "FP8 (a scale a channel, a tensor or a block of 128x128), NVFP4, W8A8 in int8, and W4A16 in int4 (groups of 32, 64 and 128) of "
+    "compressed-tensors and modelopt"
+)
 _IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert")  # lists of plain matrices
 
 
@@ -103,8 +107,7 @@ def _format(folder: Path, scheme: str, setting: str) -> WeightFormat:
     if name is None or setting not in ("auto", name):
         loaded = "bf16, fp16 and fp32 weights" if setting in ("auto", "plain") else f"{setting} weights"
         if name is None and setting == "auto":
-            known = [f"({scheme})" for formats in FORMATS.values() for one in formats for scheme in one.schemes]
-            loaded = ", ".join([loaded, *known])
+            loaded += f", and {_READ}"
         raise CheckpointError(f"{folder}: this checkpoint is quantised ({scheme}); Quartet loads {loaded}")
     return found
 

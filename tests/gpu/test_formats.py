@@ -44,7 +44,7 @@ def test_logits_are_as_near_as_the_cpus(tmp_path: Path, member: str, kind: str) 
     """In bf16 they are no further from the CPU's in fp32 than the CPU's own bf16 is; with a wrong page they are."""
     folder = saved(write_base(tmp_path / "base", member), tmp_path / "saved", kind=kind)
     vocab, rng = read_geometry(folder).vocab, random.Random(3)
-    prompts = [[rng.randrange(300, vocab - 10) for _ in range(200)] for _ in range(4)]
+    prompts = [[rng.randrange(300, vocab - 10) for _ in range(100)] for _ in range(3)]
     truth = logits(folder, prompts, "cpu", "float32")
     usual, found = (errors(logits(folder, prompts, device, "bfloat16"), truth) for device in ("cpu", DEVICE))
     wrong = errors(logits(folder, prompts, DEVICE, "bfloat16", "full")[1:], truth[1:])
