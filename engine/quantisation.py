@@ -19,10 +19,7 @@ _KV_SCALE = re.compile(r".*\.self_attn\.(([qkv]|kv)_scale|[qkv]_proj\.([qkv]_sca
 _INPUT_SCALE = re.compile(r"(.*)\.input_(global_)?scale")
 
 Groups = tuple[tuple[tuple[str, ...], WeightFormat], ...]  # targets and format of each
-_READ = (
-    "FP8 (a scale a channel, a tensor or a block of 128x128), NVFP4, W8A8 in int8, and W4A16 in int4 (groups of 32, 64 and 128) of "
-    "compressed-tensors and modelopt"
-)
+_READ = "compressed-tensors and modelopt FP8 (channel, tensor, 128x128 block), NVFP4, W8A8 int8, W4A16 int4 (groups 32, 64, 128)"
 _IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert")  # lists of plain matrices
 
 
