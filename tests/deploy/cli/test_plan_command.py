@@ -333,13 +333,15 @@ def test_every_shape_in_every_format(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(("gpu", "weights", "least"), [("l40s", "int4", 8), ("h100", "fp8", 16)])
 def test_one_card_holds_the_31b(gpu: str, weights: str, least: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """A W4A16 folder on a card of 48 GB with KV pages in fp8, FP8 on one of 80 GB: so many sequences of 8192 tokens. The same in
-    bf16 does not fit."""
+    """A W4A16 folder on a card of 48 GB with KV pages in fp8, FP8 on one of 80 GB: so many sequences of 8192 tokens. Of bf16
+    weights they hold less than a quarter of that, or nothing."""
     ask = ["plan", "--model", "31b", "--gpu", gpu, "--kv-dtype", "fp8", "--max-seqs", str(least), "--max-len", "8192", "--json"]
     assert main([*ask, "--weights", weights]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["weights"], found["concurrency"][-1]) == (weights, {"tokens": 8192, "sequences": least})
-    assert main(ask) == 1
+    main(ask)
+    plain = json.loads(capsys.readouterr().out).get("concurrency") or [{"sequences": 0}]
+    assert plain[-1]["sequences"] < least / 4
 
 
 def test_what_int4_needs_for_many_rows_is_reserved(engine_of: Make, tmp_path: Path) -> None:
