@@ -19,6 +19,8 @@ def read_json(path: Path) -> JsonObject:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        if gguf := sorted(path.parent.glob("*.gguf")):
+            raise CheckpointError(f"{path.parent} holds GGUF weights only ({gguf[0].name}); only safetensors are read") from error
         raise CheckpointError(f"{path} does not exist, or is a link to what does not") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error

@@ -1,14 +1,16 @@
 """The memory arithmetic of the KV cache: how many bytes it may take, and how many pages each group gets. No torch."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from engine.audio_geometry import AudioGeometry
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.geometry import ITEMSIZE, Geometry, KVGroup, vocab_share
+from engine.geometry import ITEMSIZE, Geometry, KVGroup, Layer, shard_kv_heads, vocab_share
 from engine.logit_adjustments import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 from engine.media_geometry import MediaGeometry
 from engine.plan import DEPTH
+from engine.quantisation import read_quantisation
 from engine.step_shapes import buckets, sequence_rows
 from engine.vision_geometry import CELL, SIDE
 
@@ -32,12 +34,28 @@ def kv_budget(config: EngineConfig, total: int, used: int) -> int:
 
 
 def reserved_bytes(config: EngineConfig) -> int:
-    """Returns the bytes that a rank takes on a GPU once its pools are sized: for sampling, and for encoders."""
-    sampling = sampling_bytes(config.max_seqs, config.geometry.vocab, config.tp, config.widest)
+    """Returns the bytes that a rank takes on a GPU once its pools are sized: for sampling, for encoders, and for products of many
+    rows with int4 weights."""
+    sampling = sampling_bytes(config.max_seqs, config.geometry.vocab, config.tp, config.widest) + unpacked_bytes(config)
     encoders = config.media.values()
     activations = max((encoder_row_bytes(encoder, ITEMSIZE[config.dtype]) for encoder in encoders), default=0)
     rows = ENCODER_ROWS + CAPTURED_PATCHES // CELL**2
     return sampling + (rows * activations + ENCODER_CACHE_BYTES if activations else 0)
+
+
+def unpacked_bytes(config: EngineConfig) -> int:
+    """Returns the bytes of the largest int4 matrix in the dtype of activations: products of many rows make one at a time. Experts
+    are read as they are stored."""
+    if "int4" not in read_quantisation(Path(config.model), config.weights).name:
+        return 0
+    geometry = config.geometry
+
+    def rows(layer: Layer) -> int:
+        kv_heads = len(shard_kv_heads(geometry.heads, layer.kv_heads, config.tp, 0))
+        qkv = (geometry.heads // config.tp + 2 * kv_heads) * layer.head_dim
+        return max(qkv, 2 * layer.intermediate // config.tp)
+
+    return max(map(rows, geometry.layers)) * geometry.hidden * ITEMSIZE[config.dtype]
 
 
 def inbox_rows(config: EngineConfig, geometry: Geometry) -> int:

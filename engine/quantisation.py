@@ -19,6 +19,7 @@ _KV_SCALE = re.compile(r".*\.self_attn\.(([qkv]|kv)_scale|[qkv]_proj\.([qkv]_sca
 _INPUT_SCALE = re.compile(r"(.*)\.input_(global_)?scale")
 
 Groups = tuple[tuple[tuple[str, ...], WeightFormat], ...]  # targets and format of each
+_READ = "compressed-tensors and modelopt FP8 (channel, tensor, 128x128 block), NVFP4, W8A8 int8, W4A16 int4 (groups 32, 64, 128)"
 _IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert")  # lists of plain matrices
 
 
@@ -103,8 +104,7 @@ def _format(folder: Path, scheme: str, setting: str) -> WeightFormat:
     if name is None or setting not in ("auto", name):
         loaded = "bf16, fp16 and fp32 weights" if setting in ("auto", "plain") else f"{setting} weights"
         if name is None and setting == "auto":
-            known = [f"({scheme})" for formats in FORMATS.values() for one in formats for scheme in one.schemes]
-            loaded = ", ".join([loaded, *known])
+            loaded += f", and {_READ}"
         raise CheckpointError(f"{folder}: this checkpoint is quantised ({scheme}); Quartet loads {loaded}")
     return found
 

@@ -38,11 +38,12 @@ The five public shapes are known by name, with no network: e2b, e4b, 12b, 26b-a4
   quartet plan --model 31b --tp 4 --gpu h200
   quartet plan deploy/gemma4.yaml --gpu-memory 80GiB --max-seqs 128
   quartet plan --model 26b-a4b --tp 2 --max-seqs 256 --max-len 131072 --gpu b200 --json
-  quartet plan --gpu h100                                 # every shape in every format that is made at load
+  quartet plan --gpu h100                                 # every shape in every format
 
 Sliding layers keep a window of each sequence and are sized by max_seqs; full layers get what is left, and decide how many long
 sequences run at once. Encoders of pictures and sound, which every rank has whole, and what they need to run are counted;
---language-model-only true leaves them out. 1.5 GiB are reserved for what CUDA, NCCL and the allocator hold, as H200s showed.
+--language-model-only true leaves them out. --weights int4 of a public shape stands for a W4A16 folder in groups of 32.
+1.5 GiB are reserved for what CUDA, NCCL and the allocator hold, as H200s showed.
 
 exit codes: 0 it fits; 1 it does not, or not one sequence of max_len does; 2 the question cannot be answered"""
 
@@ -95,7 +96,14 @@ def report(settings: Settings, args: argparse.Namespace) -> Plan:
     """Returns everything there is to say, as plain data; sizes in bytes. `fits` False carries a `reason`."""
     from deploy.cli import sizing
 
-    folder = sizing.shape_folder(settings.model, settings.revision)
+    with sizing.in_format(sizing.shape_folder(settings.model, settings.revision), settings.weights) as folder:
+        return report_of(settings, args, folder)
+
+
+def report_of(settings: Settings, args: argparse.Namespace, folder: Path) -> Plan:
+    """As `report`, of the model in `folder`."""
+    from deploy.cli import sizing
+
     if args.config is None and args.max_len is None:
         settings = msgspec.structs.replace(settings, max_len=min(LONGEST, read_model(folder).max_position))
     if not all(1 <= length <= settings.max_len for length in args.context or ()):
@@ -119,8 +127,12 @@ def report(settings: Settings, args: argparse.Namespace) -> Plan:
 
 
 def member_questions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """Yields the same question for each public shape in each format that any folder can have, or in the one that is asked for."""
-    made = [name for name, formats in FORMATS.items() if PLAIN in formats or formats[0].packer is not None]
+    """Yields the same question for each public shape as it is published, in each format that is made at load, and in those that
+    are published, or in the one that is asked for."""
+    from deploy.cli.sizing import PUBLISHED_FORMATS
+
+    at_load = [name for name, formats in FORMATS.items() if PLAIN in formats or formats[0].packer is not None]
+    made = [*at_load, *PUBLISHED_FORMATS]
     if args.weights is not None:
         made = [args.weights]
     for member in MEMBERS:

@@ -7,26 +7,36 @@ So there is no formula here that could differ from what an engine allocates. Wha
 weights only a device can tell: RESERVE is what an H200 showed at TP=4.
 """
 
+import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from deploy.models.resolve import MEMBERS, folder_here, local_folder
+from deploy.models.resolve import MEMBERS, PUBLIC, folder_here, local_folder
 from deploy.placement import configure
 from deploy.settings import Settings
+from engine.checkpoint import INDEX, read_json
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup
 from engine.memory import exchange_bytes, kv_budget, longest_sequence, pages_of
-from engine.protocol import FrozenStruct
+from engine.protocol import FrozenStruct, JsonObject
 
 if TYPE_CHECKING:
     from engine.rank.builder import Rank
 
 RESERVE = 3 << 29  # 1.5 GiB
 TPS = (1, 2, 4, 8)
+PUBLISHED_FORMATS: JsonObject = {  # config.json's quantization_config of folders that Google and others publish
+    "int4": {"quant_method": "compressed-tensors", "ignore": ["lm_head"], "config_groups": {"group_0": {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}}}},
+}  # fmt: skip
 _PUBLISHED = re.compile(rf"(?:(?:.*/)?gemma-4-)?({'|'.join(MEMBERS)})(?:-it)?(-assistant)?")
 
 
@@ -99,6 +109,25 @@ def fits_at(settings: Settings, folder: Path, memory: int) -> int | None:
             continue
         return tp
     return None
+
+
+@contextmanager
+def in_format(folder: Path, weights: str) -> Iterator[Path]:
+    """Gives the folder that is planned: `folder`; or, of a public shape in a format that only quantised folders have, one of its
+    shape that says so, as those that are published: all matrices, experts one by one."""
+    if folder.parent != PUBLIC or weights not in PUBLISHED_FORMATS:
+        yield folder
+        return
+    config = read_json(folder / "config.json") | {"quantization_config": PUBLISHED_FORMATS[weights]}
+    with TemporaryDirectory() as made:
+        to = Path(made)
+        for path in folder.iterdir():
+            (to / path.name).symlink_to(path.resolve())
+        (to / "config.json").unlink()
+        (to / "config.json").write_text(json.dumps(config))
+        expert = "model.language_model.layers.0.experts.0.down_proj.weight_packed"
+        (to / INDEX).write_text(json.dumps({"weight_map": {expert: "model.safetensors"}}))
+        yield to
 
 
 def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:

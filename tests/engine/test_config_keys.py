@@ -222,6 +222,15 @@ def test_a_quantised_checkpoint_is_refused_by_its_format(tmp_path: Path, file: s
         read_geometry(tmp_path)
 
 
+def test_a_gguf_folder_is_refused_by_its_format(tmp_path: Path) -> None:
+    """It has no config.json; without the file only that is said."""
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        read_geometry(tmp_path)
+    (tmp_path / "gemma-4-31b-q4_0.gguf").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"holds GGUF weights only \(gemma-4-31b-q4_0\.gguf\)"):
+        read_geometry(tmp_path)
+
+
 @pytest.mark.parametrize("key", ["head_dim", "global_head_dim", "rope_parameters"])
 def test_a_key_that_is_left_out_has_transformers_default(key: str) -> None:
     """The published shapes have these values, so without the key nothing changes; another value would."""

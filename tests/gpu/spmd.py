@@ -21,6 +21,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.geometry import Geometry, kv_groups, read_geometry
+from engine.quantisation import read_quantisation
 from engine.rank.attention import attention_backend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import GroupCache, KVCache
@@ -79,7 +80,7 @@ def build(job: Job, parallel: Parallel, device: torch.device) -> Gemma4:
     if job.load == "dummy":
         dummy(model, TENSORS)
     else:
-        load(model, TENSORS, Path(job.folder))
+        load(model, TENSORS, Path(job.folder), read_quantisation(Path(job.folder)))
     rms = residual_rms(model, kv_groups(geometry, parallel.size, dtype=job.dtype))
     say(job, f"weights in {time.monotonic() - began:.1f} s, residual rms {rms:.3f}")
     return model

@@ -24,11 +24,15 @@ def _bench(name: str, seconds: float, gpus: int, module: str, arguments: str) ->
 _31B, _GPU = "--model dummy:31b --tp 4 --device cuda", "tests/gpu/test_"
 _BOTH = "--slots 100 --max-len 9216 --loads mixed long"
 _LOADS = f"--device cuda --prefill-budget 2048 {_BOTH}"
+_EXAM = "--device cuda --tp 1 --no-faults --questions 4 --members 31b --format channel nvfp4 int8 int4-32 --setups TP=1"
 STAGES = (
     _tests("selfcheck", 200, 1, f"{_GPU}selfcheck.py"),
     _tests("kernels", 300, 1, " ".join(f"{_GPU}{stem}.py" for stem in ("attention", "linear", "filters", "adjust", "experts"))),
     _tests("steps", 300, 1, " ".join(f"{_GPU}{stem}.py" for stem in ("decode_step", "step_clock", "page_check"))),
     _tests("drafts", 300, 1, f"{_GPU}drafts.py"),
+    _tests("formats", 200, 1, f"{_GPU}formats.py", "-k", "not cap"),
+    _tests("formats-31b", 200, 1, f"{_GPU}formats.py", "-k", "cap"),
+    GpuStage("formats-exam", ("-m", "tests.quality.run", *_EXAM.split()), 200, 1),
     _tests("encoders", 100, 1, f"{_GPU}encode_stream.py"),
     _tests("one-gpu", 400, 1, f"{_GPU}one_gpu.py"),
     _tests("trtllm", 300, 1, f"{_GPU}trtllm.py", "-k", "not shard and not costs"),

@@ -11,7 +11,7 @@ from kernels.tiles import Tile
 from tests.kernels.test_linear import product
 from tests.support import interpreter
 from tests.support.dtypes import both_dtypes
-from tests.support.engine.int4_folder import in_words
+from tests.support.engine.quantised import in_words
 from tests.support.judge.oracle import error
 
 pytestmark = pytest.mark.cpu

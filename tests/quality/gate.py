@@ -30,6 +30,7 @@ from training.exercises import SKILLS, drawing, exam, right, skills
 
 AT_ONCE = 48
 PASS = 0.95  # of the questions that must be answered right
+ROUNDED = 0.5  # logits nearer than this may fall either way where activations, or K and V, are rounded to eight bits
 SHARE = 0.05  # of the stories that a fault must change
 Verdict = Literal["same", "tie", "differs"]
 
@@ -37,7 +38,7 @@ Verdict = Literal["same", "tie", "differs"]
 @dataclass(frozen=True)
 class Setup:
     """How a group is run. tight: so few full-attention pages that sequences are preempted. graphs: off where a fault is planted in
-    Python, which a captured step does not run again."""
+    Python, which a captured step does not run again. rounds: the format rounds activations, or K and V."""
 
     name: str
     tp: int = 1
@@ -47,10 +48,14 @@ class Setup:
     device: Literal["cpu", "cuda"] = "cpu"
     page: int = 32
     graphs: bool = True
+    kv_dtype: str = "auto"
+    rounds: bool = False
 
     @property
     def tie(self) -> float:
         """Logits nearer than this may fall either way. fp32: another order of sums; bf16: half a step of a logit near 30."""
+        if self.rounds:
+            return ROUNDED
         return 1e-4 if self.dtype == "float32" else 0.125
 
     def config(self, folder: Path, longest: int) -> EngineConfig:
@@ -69,6 +74,7 @@ class Setup:
             page=self.page,
             pages=pages if self.tight else None,
             graphs=self.graphs,
+            kv_dtype=self.kv_dtype,
         )
 
 
@@ -93,9 +99,9 @@ class QuestionSet:
     prompts: list[list[int]]
 
     @classmethod
-    def of(cls, member: str, questions: Mapping[str, int], seed: int) -> "QuestionSet":
-        """`questions`: how many of each skill."""
-        folder = resolve(f"nano:{member}")
+    def of(cls, member: str, questions: Mapping[str, int], seed: int, folder: Path | None = None) -> "QuestionSet":
+        """`questions`: how many of each skill; `folder`: the member in another format."""
+        folder = folder or resolve(f"nano:{member}")
         text, geometry = TextProcessor.load(folder), read_geometry(folder)
         draw = drawing(random.Random(f"{seed} {member}"), geometry.window, text)
         exercises = [each for skill, size in questions.items() for each in exam(skill, draw, size)]

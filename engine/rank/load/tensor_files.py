@@ -14,7 +14,7 @@ from engine.quantisation import UNQUANTISED, Quantisation
 from engine.rank.load.slices import Piece
 from engine.rank.load.tensor_table import TensorTable
 
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_OTHERS = {"pickled": ("*.bin", "*.pt", "*.pth", "*.ckpt"), "GGUF": ("*.gguf",)}
 _LISTED = 20  # wrong tensors named in one error
 
 
@@ -93,9 +93,10 @@ def _only_shard(folder: Path) -> Path:
         return shards[0]
     if shards:
         raise CheckpointError(f"{folder} holds {len(shards)} safetensors files, but no {INDEX}")
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise CheckpointError(f"{folder} holds pickled weights only ({pickles[0]}); only safetensors are read")
+    for kind, patterns in _OTHERS.items():
+        found = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
+        if found:
+            raise CheckpointError(f"{folder} holds {kind} weights only ({found[0]}); only safetensors are read")
     raise CheckpointError(f"{folder} holds no *.safetensors")
 
 

@@ -33,6 +33,7 @@ from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.answers import RunStep, answers, requests, texts
 from tests.support.engine.drafting_world import AnyDrafts
 from tests.support.engine.plans import result_rows
+from tests.support.engine.quantised import saved, widths_of
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import PAGES, config_of, constrained, request
 from tests.support.engine.threads import run_ranks
@@ -166,6 +167,28 @@ def test_text_over_fp8_pages_is_that_without_drafts(nano: Nano, tmp_path: Path, 
     """The drafter reads the target's pages as they are, and pages that are taken back and filled again hold the same numbers."""
     asked = mixed_requests(member, range(3, 10), 40)
     compared = same_with_drafts(member, tp, asked, folder_of(nano, tmp_path, member), pages=(30, 10), kv_dtype="fp8")
+    assert compared["accepted"] > compared["tokens"] / 10
+
+
+FAST = [("channel", "e2b", 2), ("int4-32", "31b", 1)]
+FORMATS = [
+    *FAST,
+    *((kind, "31b", 1) for kind in ("int8", "tensor", "nvfp4", "blocks", "mixed")),
+    *(("channel", "26b-a4b", 1), ("int8", "26b-a4b", 2), ("int4-32", "26b-a4b", 2)),
+    *(("nvfp4", "e2b", 2), ("int4-32", "e2b", 1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "member", "tp"), [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in FORMATS]
+)
+def test_text_in_each_format_is_that_without_drafts(tmp_path: Path, kind: str, member: str, tp: int) -> None:
+    """Rows that verify drafts are rounded as rows of single tokens are."""
+    folder = resolve(f"nano:{member}")
+    widths = widths_of(folder) if kind.startswith("int4") else {}
+    made = saved(folder, tmp_path / "saved", kind=kind, ignore=tuple(name for name, width in widths.items() if width % (64 * tp)))
+    compared = same_with_drafts(member, tp, mixed_requests(member, range(3, 10), 40), made, pages=(30, 10))
+    print(f"{member} {kind} TP={tp}: {compared}")
     assert compared["accepted"] > compared["tokens"] / 10
 
 

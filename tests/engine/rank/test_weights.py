@@ -286,6 +286,8 @@ def test_only_safetensors(copy: Path) -> None:
     for path in copy.glob("*.safetensors"):
         path.unlink()
     assert "holds no *.safetensors" in refusal(copy)
+    (copy / "model.gguf").write_bytes(b"")
+    assert "GGUF weights only (model.gguf)" in refusal(copy)
     (copy / "pytorch_model.bin").write_bytes(b"")
     assert "pickled weights only (pytorch_model.bin)" in refusal(copy)
 

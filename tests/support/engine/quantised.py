@@ -1,9 +1,14 @@
-"""Checkpoints as public quantisers write them, made of plain ones: names, shapes and dtypes of their tensors, and config.json."""
+"""Checkpoints as public quantisers write them, made of plain ones, and the plain ones that those stand for.
+
+`saved` writes the names, shapes and dtypes of each format, and its config.json. `dequantised` reads such a folder by the formats'
+definitions, without the engine, and writes its numbers in fp32.
+"""
 
 import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +21,7 @@ from engine.protocol import JsonObject
 from engine.quantisation import Quantisation
 from engine.rank.load.slices import pieces
 from engine.rank.models.gemma4_weights import TENSORS
-from kernels.packed import fp8_matrix
+from kernels.packed import fp8_matrix, unpacked
 
 E4M3 = torch.float8_e4m3fn
 Tensors = dict[str, Tensor]  # of a matrix, by what follows its name
@@ -85,16 +90,97 @@ def int8(matrix: Tensor) -> Tensors:
     return {"weight": (matrix / scale).round().to(torch.int8), "weight_scale": scale}
 
 
+def in_words(nibbles: Tensor) -> Tensor:
+    """0 to 15 [..., n] -> int32 [..., n / 8], the first in the lowest bits."""
+    words = (nibbles.long().unflatten(-1, (-1, 8)) << 4 * torch.arange(8)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def int4(matrix: Tensor, group: int, *, symmetric: bool) -> Tensors:
+    """[m, n] -> eight numbers of four bits a word, a scale for each `group` columns and, unless symmetric, a zero point."""
+    groups = matrix.float().unflatten(-1, (-1, group))
+    low = groups.amin(-1).clamp_max(0)
+    high = groups.amax(-1).clamp_min(0)
+    if symmetric:
+        scale = torch.maximum(-low, high) / 7.5
+        zero = torch.full_like(low, 8)
+    else:
+        scale = (high - low) / 15
+        zero = (-low / scale.clamp_min(1e-9)).round().clamp(0, 15)
+    scale = scale.clamp_min(1e-9).to(torch.bfloat16)
+    nibbles = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
+    stored = {"weight_packed": in_words(nibbles.flatten(-2)), "weight_scale": scale, "weight_shape": torch.tensor(matrix.shape)}
+    if not symmetric:
+        stored["weight_zero_point"] = in_words(zero.T).T
+    return stored
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """[..., n] of bytes or words of 32 bits -> their numbers of four bits [..., 2 n or 8 n], the lowest bits first."""
+    places = 4 * torch.arange(2 * words.element_size())
+    return (words.long()[..., None] >> places & 15).flatten(-2)
+
+
+def e2m1(bits: int) -> float:
+    """By the definition: a sign, two bits of an exponent whose bias is 1, a bit of mantissa."""
+    exponent, mantissa = bits >> 1 & 3, bits & 1
+    size = 2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2
+    return -size if bits >> 3 else size
+
+
+def _number_and_scale(stored: Tensors) -> tuple[Tensor, Tensor]:
+    number = next(stored[name] for name in ("weight_packed", "weight") if name in stored)
+    return number, next(stored[name] for name in ("weight_scale", "weight_scale_inv") if name in stored)
+
+
+def _is_of_rows(number: Tensor, scale: Tensor) -> bool:
+    """Whether there is a scale for each row, or one for all; else there is one for each block of 128 x 128."""
+    return scale.ndim < 2 or scale.shape == (len(number), 1)
+
+
+def values(stored: Tensors) -> Tensor:
+    """The numbers of a matrix, fp32 [m, n]: those of each format by its definition."""
+    number, scale = _number_and_scale(stored)
+    scale = scale.float()
+    if number.dtype == torch.int32:
+        zero = _nibbles(stored["weight_zero_point"].T).T if "weight_zero_point" in stored else torch.full(scale.shape, 8)
+        number = _nibbles(number)
+        width = number.shape[1] // scale.shape[1]
+        return (number - zero.repeat_interleave(width, 1)) * scale.repeat_interleave(width, 1)
+    if number.dtype == torch.uint8:
+        factor = stored["weight_scale_2"] if "weight_scale_2" in stored else 1 / stored["weight_global_scale"]
+        table = torch.tensor([e2m1(bits) for bits in range(16)])
+        return table[_nibbles(number)] * (scale * factor).repeat_interleave(16, 1)
+    if not _is_of_rows(number, scale):
+        scale = scale.repeat_interleave(128, 0)[: len(number)].repeat_interleave(128, 1)[:, : number.shape[1]]
+    return number.float() * scale
+
+
+def as_held(stored: Tensors) -> Tensor:
+    """`values` as ranks hold them: those of four bits in floating point and of blocks are rounded once more, to e4m3 with a scale
+    a row."""
+    whole = values(stored)
+    number, scale = _number_and_scale(stored)
+    return whole if number.dtype == torch.int32 or _is_of_rows(number, scale) else unpacked(fp8_matrix(whole))
+
+
 def _numbers(kind: str, strategy: str, **more: object) -> JsonObject:
     return {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True, **more}
 
 
-def _group(weights: JsonObject, activations: JsonObject) -> JsonObject:
+def _group(weights: JsonObject, activations: JsonObject | None) -> JsonObject:
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {
         "targets": ["Linear"], "weights": weights, "input_activations": activations}}}  # fmt: skip
 
 
 _FP4: JsonObject = _numbers("float", "tensor_group", group_size=16) | {"num_bits": 4}
+
+
+def _int4(group: int, *, symmetric: bool = True) -> tuple[Quantiser, JsonObject]:
+    weights = _numbers("int", "group", group_size=group) | {"num_bits": 4, "symmetric": symmetric}
+    return partial(int4, group=group, symmetric=symmetric), _group(weights, None)
+
+
 # Each format's quantiser, and what config.json says.
 KINDS: dict[str, tuple[Quantiser, JsonObject]] = {
     "channel": (channel, _group(_numbers("float", "channel"), _numbers("float", "token", dynamic=True))),
@@ -102,6 +188,7 @@ KINDS: dict[str, tuple[Quantiser, JsonObject]] = {
     "int8": (int8, _group(_numbers("int", "channel"), _numbers("int", "token", dynamic=True))),
     "modelopt": (modelopt_static, {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "nvfp4": (nvfp4, _group(_FP4, _FP4 | {"dynamic": "local"})),
+    "nvfp4a16": (nvfp4, _group(_FP4, None)),
     "nvfp4-modelopt": (nvfp4_modelopt, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "blocks": (
         blocks,
@@ -111,7 +198,13 @@ KINDS: dict[str, tuple[Quantiser, JsonObject]] = {
         blocks_inverse,
         {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
     ),
+    "int4-32": _int4(32),
+    "int4-64": _int4(64),
+    "int4-128": _int4(128),
+    "int4-32-zero": _int4(32, symmetric=False),
+    "mixed": (modelopt_static, {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}),
 }
+_MIXED = ("FP8", modelopt_static), ("NVFP4", nvfp4_modelopt)  # of attention, and of MLPs and experts, in `mixed`
 
 
 def unfused(tensors: Tensors) -> Tensors:
@@ -131,22 +224,70 @@ def unfused(tensors: Tensors) -> Tensors:
     return found
 
 
+def fused(tensors: Tensors) -> Tensors:
+    """The checkpoint's tensors with all experts of a layer in one, as `unfused` takes them."""
+    found: Tensors = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        one = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if one is None:
+            found[name] = tensor
+        elif one[3] == "gate":
+            pair = torch.cat((tensor, tensors[name.replace("gate_proj", "up_proj")]))
+            experts.setdefault(f"{one[1]}.gate_up_proj", {})[int(one[2])] = pair
+        elif one[3] == "down":
+            experts.setdefault(f"{one[1]}.down_proj", {})[int(one[2])] = tensor
+    return found | {name: torch.stack([each for _, each in sorted(matrices.items())]) for name, matrices in experts.items()}
+
+
+def widths_of(folder: Path) -> dict[str, int]:
+    """The columns of each matrix of a plain folder's text model, by its name; experts one by one."""
+    whole = pieces(TENSORS, read_geometry(folder), weights=Quantisation(fused=False))
+    return {name.removesuffix(".weight"): piece.fan_in for name, piece in whole.items() if piece.kind == "matrix"}
+
+
 def saved(folder: Path, to: Path, targets: str = "re:.*", ignore: tuple[str, ...] = (), kind: str = "channel") -> Path:
     """The checkpoint in a format of KINDS, experts one by one; targets: of the matrices that are quantised."""
-    quantiser, said = KINDS[kind]
-    tensors = unfused({name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()})
-    for name, piece in pieces(TENSORS, read_geometry(folder), weights=Quantisation(fused=False)).items():
-        matrix = name.removesuffix(".weight")
-        if piece.kind == "matrix" and re.match(targets.removeprefix("re:"), name) and matrix not in ignore:
-            tensors |= {f"{matrix}.{suffix}": tensor for suffix, tensor in quantiser(tensors.pop(name)).items()}
-    said = json.loads(json.dumps(said)) | {"ignore": ["lm_head", *ignore]}
+    said = json.loads(json.dumps(KINDS[kind][1])) | {"ignore": ["lm_head", *ignore]}
+    tensors = unfused(_tensors(folder))
+    for matrix in widths_of(folder):
+        if not re.match(targets.removeprefix("re:"), f"{matrix}.weight") or matrix in ignore:
+            continue
+        quantiser = KINDS[kind][0]
+        if kind == "mixed":
+            algorithm, quantiser = _MIXED["mlp" in matrix or "experts" in matrix]
+            said.setdefault("quantized_layers", {})[matrix] = {"quant_algo": algorithm}
+        tensors |= {f"{matrix}.{suffix}": tensor for suffix, tensor in quantiser(tensors.pop(f"{matrix}.weight")).items()}
     if targets != "re:.*":
         said["config_groups"]["group_0"]["targets"] = [targets]
     config = json.loads((folder / "config.json").read_text())
-    to.mkdir()
-    for path in folder.iterdir():
-        if path.suffix != ".safetensors" and path.name != "model.safetensors.index.json" and path.is_file():
-            shutil.copy(path, to)
-    (to / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, to / "model.safetensors")
+    _write(folder, to, tensors, config | {"quantization_config": said})
     return to
+
+
+def dequantised(folder: Path, to: Path) -> Path:
+    """The plain checkpoint, in fp32, of the numbers that ranks hold of a folder in one of KINDS; experts in one tensor."""
+    tensors = _tensors(folder)
+    for name in [name for name in tensors if re.search(r"\.weight_scale(_inv)?$", name)]:
+        begin = name.rpartition(".")[0]
+        ends = [each.removeprefix(f"{begin}.") for each in tensors if each.startswith(f"{begin}.")]
+        tensors[f"{begin}.weight"] = as_held({end: tensors.pop(f"{begin}.{end}") for end in ends})
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config")
+    _write(folder, to, fused(tensors), config)
+    return to
+
+
+def _tensors(folder: Path) -> Tensors:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def _write(folder: Path, to: Path, tensors: Tensors, config: JsonObject) -> None:
+    """The tensors and config.json; all other files and folders as they are in `folder`."""
+    shutil.copytree(folder, to, ignore=lambda at, names: _replaced(names) if Path(at) == folder else ())
+    (to / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, to / "model.safetensors")
+
+
+def _replaced(names: list[str]) -> list[str]:
+    return [name for name in names if name.endswith(".safetensors") or name == "model.safetensors.index.json"]
