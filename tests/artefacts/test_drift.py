@@ -75,7 +75,7 @@ def test_the_image_has_what_doctor_asks_for() -> None:
 
 
 def test_the_image_installs_the_pinned_cubins() -> None:
-    """FlashInfer's kernels have the version of FlashInfer itself."""
+    """FlashInfer's kernels, where they are asked for, have the version of FlashInfer itself."""
     (pattern,) = re.findall(r"flashinfer-cubin==\$\(sed -n '([^']*)' constraints.txt\)", DOCKERFILE)
     assert pattern == "s/^flashinfer-python==//p"
     assert re.fullmatch(r"[0-9.]+(post\d+)?", pinned("flashinfer-python"))
