@@ -10,7 +10,7 @@ from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.keys.replica_quotas import CentreLost, ReplicaQuotas
 from deploy.registry import PERIOD_S, RayRegistryClient
 
-ANSWER_S = 0.5
+ANSWER_S = 2.0
 
 
 @dataclass
