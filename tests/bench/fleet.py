@@ -1,7 +1,7 @@
 """Prefix hits of a fleet: `python -m tests.bench.fleet [--replicas 4] [--record MACHINE]`.
 
-Conversations of several turns at one replica, at a fleet whose conversations stay, and at one whose conversations wander:
-the share of prompt tokens found cached, and prompt tokens at the busiest replica over the mean.
+Conversations of several turns at one replica, and at a fleet: the share of prompt tokens found cached, and prompt tokens at the
+busiest replica over the mean.
 """
 
 import argparse
@@ -87,16 +87,15 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--conversations", type=int, default=40)
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--wander", action="store_true", help="a fleet whose conversations do not stay, too")
     parser.add_argument("--pages", type=int, nargs=2, default=(400, 600), metavar=("SLIDING", "FULL"))
     add_record_option(parser)
     given = parser.parse_args()
     talks: dict[str, Talks] = {}
     with tempfile.TemporaryDirectory() as folder:
-        runs: list[tuple[str, int, dict[str, Any]]] = [
-            ("one", 1, {}),
-            ("fleet", given.replicas, {}),
-            ("wandering", given.replicas, {"conversations": {"stay": False}}),
-        ]
+        runs: list[tuple[str, int, dict[str, Any]]] = [("one", 1, {}), ("fleet", given.replicas, {})]
+        if given.wander:
+            runs.append(("wandering", given.replicas, {"conversations": {"stay": False}}))
         for name, replicas, more in runs:
             Path(folder, name).mkdir()
             talks[name] = Talks(Path(folder, name), replicas, given, **more)

@@ -173,7 +173,7 @@ def test_keys_hold(served: Served) -> None:
 
 
 def test_two_replicas_give_one_quota(served: Served) -> None:
-    """60 requests at once over both: of 24 a minute 24 begin, and one more in 2.5 s; the others are told when to come back. Tokens a
+    """60 requests at once over both: of 24 a minute 24 begin, and one more in 2.5 s; the others hear when to come back. Tokens a
     minute likewise, within 10 % and one request; of eight requests at once three are open. Planted: a key without a limit."""
     replies = served.together(60, lambda: httpx.get(f"{served.url}/v1/models", headers=bearer(FEW), timeout=60))
     found = Counter(reply.status_code for reply in replies)

@@ -249,7 +249,7 @@ CASES = {
 def test_replicas_give_one_fair_share(case: str) -> None:
     """Two clients that always wait are served alike, within 10 %, though one waits at more replicas."""
     routes, ratio = CASES[case]
-    served = Serving(routes).run(800)
+    served = Serving(routes).run(400)
     assert served["a"] / served["b"] == pytest.approx(ratio, rel=0.1)
 
 
