@@ -32,6 +32,7 @@ from deploy import environment, ray_private
 from deploy.edge.freed_memory import keep_large_blocks_apart
 from deploy.edge.grammar_process import complaint
 from deploy.edge.keys.key_ring import KeyRing
+from deploy.edge.keys.replica_quotas import ReplicaQuotas
 from deploy.edge.media.media_preparer import MediaPreparer
 from deploy.edge.observe import logs
 from deploy.edge.observe.spans import tracer
@@ -47,6 +48,7 @@ from deploy.registry import HeartbeatSender, RayRegistryClient, target_here
 from deploy.routing import served_names
 from deploy.scaling import Demand
 from deploy.settings import DEPLOYMENT, ServeConfig, Settings
+from deploy.shared_quotas import RayCentre, beat_for_ever
 from engine.config import EngineConfig
 from engine.events import to_each
 from engine.front.client import EngineClient
@@ -110,8 +112,11 @@ class Quartet:
         logs.install(self._settings.logs)
         keep_large_blocks_apart()
         _warn_about_environment(self._settings)
-        self._keys = KeyRing(self._settings.keys) if self._settings.keys.needed else None
         metrics = self._settings.metrics
+        self._registry = RayRegistryClient(metrics.discovery) if metrics.discovery.enabled else None
+        tag = serve.get_replica_context().replica_id.unique_id
+        self._quotas = ReplicaQuotas(RayCentre(self._registry, tag) if self._registry is not None else None)
+        self._keys = KeyRing(self._settings.keys, self._quotas) if self._settings.keys.needed else None
         self._metrics_host = metrics.host or ray.util.get_node_ip_address()
         check_port(self._metrics_host, metrics.port, "metrics.port 0 is a free one for each replica", least=0)
         config = place(self._settings)
@@ -184,15 +189,15 @@ class Quartet:
         gc.collect()
         gc.freeze()  # what lives as long as the process: a full collection then takes a millisecond, not a hundred
         self._heartbeats = self._start_heartbeats(exporter_url)
+        if self._registry is not None:
+            self._beats = asyncio.ensure_future(beat_for_ever(self._quotas, self._service.admission, replica.app_name))
 
     def _start_heartbeats(self, exporter_url: str) -> HeartbeatSender | None:
         """Have Prometheus find the exporter at `exporter_url`."""
-        discovery = self._settings.metrics.discovery
-        if not discovery.enabled:
+        if self._registry is None:
             return None
         target = target_here(self._settings.name, exporter_url)
-        registry = RayRegistryClient(discovery)
-        return HeartbeatSender(registry, target, self._exporter.counts, lambda url: self._service.about.update(discovery=url))
+        return HeartbeatSender(self._registry, target, self._exporter.counts, lambda url: self._service.about.update(discovery=url))
 
     def __serve_build_asgi_app__(self) -> Callable[..., Awaitable[None]]:
         return create_app(self._service)

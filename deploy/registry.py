@@ -19,6 +19,8 @@ from dashboards.discovery import DiscoveryServer, HttpSdList, ReplicaRegistry, S
 from dashboards.series import Counts
 from deploy import ray_private
 from deploy.edge.edge_settings import WILDCARDS, url_host
+from deploy.edge.keys.key_file import Quota
+from deploy.edge.keys.shared_use import Beat, OpenRequest, Refusal, SharedUse
 from deploy.settings import DiscoverySettings
 from engine.errors import ConfigError
 
@@ -38,6 +40,7 @@ class Discovery(ReplicaRegistry):
 
     def __init__(self, host: str, port: int, end: Callable[[], None] | None = None) -> None:
         super().__init__()
+        self._use = SharedUse()
         for address in ((host, port), (host, 0), ("127.0.0.1", 0)):  # an actor that cannot be made would be made again and again
             try:
                 self._server = DiscoveryServer(self, *address, ray_exporters)
@@ -55,7 +58,8 @@ class Discovery(ReplicaRegistry):
 
     def _is_over(self) -> bool:
         """Whether no replica is left, and Serve has given up every application whose replicas there were."""
-        if not (applications := self.left_applications()):
+        applications = self.left_applications() | self._use.applications
+        if self._use.replicas or not applications:
             return False
         present = ray_private.application_names()
         return present is not None and not applications & present
@@ -63,6 +67,22 @@ class Discovery(ReplicaRegistry):
     def url(self) -> str:
         """Return the address of the http_sd list."""
         return self._server.url
+
+    def open(self, replica: str, number: int, holder: str, quota: Quota) -> Refusal | None:
+        """As SharedUse."""
+        return self._use.open(replica, number, holder, quota)
+
+    def reserve(self, replica: str, number: int, tokens: int) -> Refusal | None:
+        """As SharedUse."""
+        return self._use.reserve(replica, number, tokens)
+
+    def close(self, replica: str, number: int, used: int) -> None:
+        """As SharedUse."""
+        self._use.close(replica, number, used)
+
+    def beat(self, replica: str, application: str, requests: dict[int, OpenRequest], begun: dict[str, int]) -> Beat:
+        """As SharedUse."""
+        return self._use.beat(replica, application, requests, begun)
 
 
 def end_this_actor() -> None:
@@ -75,18 +95,18 @@ class RayRegistryClient:
     """The actor of this cluster, which is started where there is none."""
 
     settings: DiscoverySettings
-    _actor: Any = None
+    actor: Any = None
 
     def call(self, method: str, timeout_s: float, *args: object) -> Any:
         """Return what that method of Discovery does. RayError, within the timeout."""
         try:
-            if self._actor is None:
+            if self.actor is None:
                 options = {"name": NAME, "namespace": "quartet", "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
                 actor_class = ray.remote(Discovery).options(num_cpus=0, resources={"node:__internal_head__": 0.001}, **options)
-                self._actor = actor_class.remote(self.settings.host, self.settings.port, end_this_actor)
-            return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
+                self.actor = actor_class.remote(self.settings.host, self.settings.port, end_this_actor)
+            return ray.get(getattr(self.actor, method).remote(*args), timeout=timeout_s)
         except RayError:
-            self._actor = None  # it may have been killed: the next call looks for it, or starts another
+            self.actor = None  # it may have been killed: the next call looks for it, or starts another
             raise
 
 

@@ -43,7 +43,8 @@ class DiscoverySettings(FrozenStruct):
     """The cluster's http_sd endpoint, on the head node. A cluster's first replica decides."""
 
     enabled: bool = True
-    """list the replicas' exporters for Prometheus"""
+    """list the replicas' exporters for Prometheus, and share quotas of API keys and fair shares among the replicas; false: each
+    replica counts them for itself"""
     host: Host = "127.0.0.1"
     """address of the list; 127.0.0.1 if the head node does not have it"""
     port: Port = 9464

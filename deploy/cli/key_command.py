@@ -27,7 +27,8 @@ def register(commands: Subparsers) -> None:
     parser.add_argument("what", choices=("new",), help="new: a key that nobody has yet")
     parser.add_argument("--name", required=True, help="its holder: 1 to 64 of A-Z a-z 0-9 . _ -; shown in logs and metrics")
     parser.add_argument("--rights", metavar="LIST", help="of generate,tokenize,models,docs (default: all)")
-    parser.add_argument("--requests", metavar="N", help="a minute, at each replica (default: no limit)")
+    parser.add_argument("--models", metavar="LIST", help="names that `model` may be in its requests (default: all)")
+    parser.add_argument("--requests", metavar="N", help="a minute, at all replicas together (default: no limit)")
     parser.add_argument("--tokens", metavar="N", help="a minute, of prompts and answers (default: no limit)")
     parser.add_argument("--concurrent", metavar="N", help="requests open at once (default: no limit)")
     parser.add_argument("--expires", metavar="TIME", help="a day, or a time by ISO 8601, in UTC if it has no zone (default: never)")
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the key and its line. ConfigError: an option is wrong, or does not go with what the file has."""
     if not NAME.fullmatch(args.name):
         raise ConfigError("--name: 1 to 64 of A-Z a-z 0-9 . _ -")
-    names = ("rights", "requests", "tokens", "concurrent", "expires")
+    names = ("rights", "models", "requests", "tokens", "concurrent", "expires")
     options = [f"{name}={value}" for name in names if (value := getattr(args, name)) is not None]
     key = new_key()
     line, file = "  ".join([digest_of(key.encode()).hex(), args.name, *options]), None

@@ -10,12 +10,15 @@ prefill waits in the core's queue, in order, and is bounded by tokens as well: o
 
 Clients share alike. Alone a client may have everything. Of several each has its turn: a client's next choice waits behind its own,
 and beside the first of the others'. Where all is taken, the last that waits of the client with most gives way to one with fewer.
+
+A client has one share of all replicas: what other replicas began for it counts as if it had begun here. So its next choice waits
+longer, for AHEAD_MOST choices of others at most.
 """
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.errors import Overloaded
@@ -25,6 +28,7 @@ from engine.front.stream import Clock
 FULL = "Too many requests are running or waiting; please try again shortly."
 GIVE_WAY_S = 1.0  # for the engine to end what gives way: a step of it
 _POLL_S = 0.005
+AHEAD_MOST = 512
 ANSWERS_PER_CHOICE = 4  # answers under way, those included that only wait for their readers
 
 
@@ -44,6 +48,8 @@ class AdmissionControl:
     _reserved: int = 0
     _open_answers: int = 0
     _turn: int = 0  # the latest
+    _begun: Counter[str] = field(default_factory=Counter)  # choices since they were last asked for, by client
+    _ahead: dict[str, int] = field(default_factory=dict)  # choices begun elsewhere that no turn has counted, by client
     _tickets: list["AdmissionTicket"] = field(default_factory=list)
 
     @property
@@ -58,8 +64,24 @@ class AdmissionControl:
 
     def _waiting(self) -> list["AdmissionTicket"]:
         """The tickets that wait; one that has begun waits no more."""
+        for ticket in self._tickets:
+            ticket.note_begun()
         self._tickets = [ticket for ticket in self._tickets if ticket.waits]
         return self._tickets
+
+    def begun(self) -> Counter[str]:
+        """Choices that the engine has begun since the last call, by client."""
+        self._waiting()
+        begun = self._begun
+        self._begun = Counter()
+        return begun
+
+    def note_elsewhere(self, choices: Mapping[str, int]) -> None:
+        """Counts choices that other replicas began since the last call, by client."""
+        waiting = {ticket.client for ticket in self._waiting()}
+        self._ahead = {client: ahead for client, ahead in self._ahead.items() if client in waiting}
+        for client, more in choices.items():
+            self._ahead[client] = self._ahead.get(client, 0) + more
 
     def enter(self, client: str) -> "AdmissionTicket":
         """A ticket for one answer. Overloaded: every choice is taken, and nobody would give way."""
@@ -106,10 +128,14 @@ class AdmissionControl:
         self._open_answers += answers
 
     def _queue(self, ticket: "AdmissionTicket") -> None:
-        """Behind the client's own that wait; else with the first that waits; where nobody waits, as those that run had it."""
+        """After the client's own that wait; else with the first that waits; where nobody waits, as those that run had it. Later by
+        what other replicas began for the client."""
         waiting = self._waiting()
         own = [other.turn + other.choices for other in waiting if other.client == ticket.client]
-        ticket.turn = max(own) if own else min((other.turn for other in waiting), default=self._turn)
+        first = min((other.turn for other in waiting), default=self._turn)
+        turn = max(own) if own else first
+        ahead = self._ahead.pop(ticket.client, 0)
+        ticket.turn = max(turn, min(turn + ahead, first + AHEAD_MOST))
         self._turn = max(self._turn, ticket.turn)
         self._tickets.append(ticket)
 
@@ -128,6 +154,7 @@ class AdmissionTicket:
     _answers: int = 1
     _clocks: Sequence[Clock] = ()
     _refuse: Callable[[], None] | None = None
+    _begun: int = 0
 
     @property
     def waits(self) -> bool:
@@ -138,6 +165,12 @@ class AdmissionTicket:
     def may_give_way(self) -> bool:
         """The engine has it, and has begun with no choice of it."""
         return self._refuse is not None and all(clock.scheduled is None for clock in self._clocks)
+
+    def note_begun(self) -> None:
+        """Tell the admission of choices that the engine has begun meanwhile."""
+        begun = sum(clock.scheduled is not None for clock in self._clocks)
+        self.admission._begun[self.client] += begun - self._begun
+        self._begun = begun
 
     def settle(self, choices: int, tokens: int, media: int = 0) -> None:
         """What it costs, once: `tokens` of prompts and bytes of `media`, all choices together. Overloaded: it does not fit, and
@@ -166,6 +199,8 @@ class AdmissionTicket:
 
     def leave(self) -> None:
         """Give all back: the request has ended, whichever way. Idempotent."""
+        if self._clocks:
+            self.note_begun()
         self.admission._claim(-self._reserved, -self._answers)
         self._reserved = self._answers = 0
         self._clocks = ()

@@ -64,7 +64,7 @@ class CompletionResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first; then the engine is told."""
-        self._note(record_of(scope))
+        await self._note(record_of(scope))
         with self._service.answering(len(self._job.params)):
             work = asyncio.ensure_future(self._serve(send))
             gone = asyncio.ensure_future(_disconnected(receive))
@@ -79,7 +79,7 @@ class CompletionResponse(Response):
                 await asyncio.gather(work, gone, return_exceptions=True)
                 self._abort(AbortReason.client_gone)
 
-    def _note(self, record: RequestRecord) -> None:
+    async def _note(self, record: RequestRecord) -> None:
         """What is known before the first token, and what it may cost its API key's holder. QuotaExceeded."""
         self._record = record
         record.model = self._service.settings.name
@@ -89,7 +89,7 @@ class CompletionResponse(Response):
         record.max_tokens = self._job.params[0].max_tokens
         record.prompt_tokens = self._job.prompt_tokens
         if record.grant is not None:
-            record.grant.reserve(record.prompt_tokens + sum(params.max_tokens for params in self._job.params))
+            await record.grant.reserve(record.prompt_tokens + sum(params.max_tokens for params in self._job.params))
 
     async def _serve(self, send: Send) -> None:
         wait_s = self._limits.queue_timeout_s

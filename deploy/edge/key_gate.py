@@ -24,7 +24,8 @@ async def check_key(ring: KeyRing, scope: Scope, proxies: Sequence[str]) -> str:
         record.key = key.name
         if not _is_open(scope):
             check_right(key, scope)
-            record.grant = ring.open(key)
+            record.models = key.models
+            record.grant = await ring.open(key)
     return client_name(scope, record.key, proxies)
 
 

@@ -101,6 +101,7 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
     async def generate(request: Request) -> Response:
         async with _admitted(service, request, api.media_type) as ticket:
             ask, form = await _parsed(service, request, api)
+            service.check_holder(record_of(request.scope), ask.model)
             job = await service.jobs.job(ask, ticket.client)
             request.scope[CLAIM].release()  # nothing of its body is left
             key = record_of(request.scope).key
@@ -138,6 +139,7 @@ def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
         async with _admitted(service, request) as ticket:
             parsed = await _parsed_tokens(service, request, api)
             service.jobs.check_model(parsed.model)
+            service.check_holder(record_of(request.scope), parsed.model)
             answer = await api.answer(service, parsed, ticket.client)
             return JsonResponse(Raw(await service.pool.run(lambda: msgspec.json.encode(answer))))
 
@@ -192,14 +194,15 @@ def _add_models(app: FastAPI, service: Service) -> None:
         cards[name] = {**cards[settings.name], "id": name, "parent": settings.name}
 
     @app.get("/v1/models")
-    async def models() -> Response:
-        return JsonResponse({"object": "list", "data": [*cards.values()]})
+    async def models(request: Request) -> Response:
+        record = record_of(request.scope)
+        return JsonResponse({"object": "list", "data": [card for name, card in cards.items() if record.may_ask(name)]})
 
     @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> Response:
+    async def model(request: Request, model: str) -> Response:
         if not model:
             raise HTTPException(404)
-        if model not in cards:
+        if model not in cards or not record_of(request.scope).may_ask(model):
             raise ModelNotFound(model)
         return JsonResponse(cards[model])
 

@@ -71,6 +71,12 @@ class Service:
         """What answers say of the model: an adapter's name where one is asked for."""
         return self._adapted.get(ask.model or "", self.model)
 
+    def check_holder(self, record: RequestRecord, model: str | None) -> None:
+        """Forbidden: the API key's holder may not use the model that a request names, by any of its names."""
+        names = self.settings.names if model in (None, *self.settings.names) else (str(model),)
+        if not any(map(record.may_ask, names)):
+            raise Forbidden(f"This API key may not use the model `{names[0]}`.")
+
     @contextmanager
     def answering(self, choices: int) -> Iterator[None]:
         """Count the choices of an answer while it is under way."""

@@ -16,7 +16,7 @@ import yaml
 
 from deploy import environment
 from deploy.cli.main import main
-from deploy.settings import read_config, read_settings
+from deploy.settings import read_config, read_models
 from tests.support.artefacts.manifests import (
     CHART,
     Manifest,
@@ -321,7 +321,7 @@ def test_a_ray_pod_starts_ray_with_the_environment_of_quartet_env(kind: str, pos
     container = pods(rendered.one("RayService"))[position]["spec"]["containers"][0]
     config = tmp_path / "config.yaml"
     config.write_text(serve_configs(rendered)[0])
-    expected = environment.for_ray_start(head=kind == "head") | environment.guard(read_settings(read_config(config), ""), "0.0.0.0")
+    expected = environment.for_ray_start(head=kind == "head") | environment.guard(read_models(read_config(config), ""), "0.0.0.0")
     script = container["args"][0].replace("/etc/quartet/config/config.yaml", str(config))
     started = _environment_of(container["command"], script)
     assert {name: started.get(name) for name in expected} == expected

@@ -74,8 +74,9 @@ def test_the_image_has_what_doctor_asks_for() -> None:
     assert f"http://127.0.0.1:{port}/health/ready" in DOCKERFILE
 
 
-def test_the_image_installs_the_pinned_cubins() -> None:
-    """FlashInfer's kernels have the version of FlashInfer itself."""
-    (pattern,) = re.findall(r"flashinfer-cubin==\$\(sed -n '([^']*)' constraints.txt\)", DOCKERFILE)
+def test_the_image_installs_the_pinned_kernels() -> None:
+    """FlashInfer's kernels and launchers, where they are asked for, have the version of FlashInfer itself."""
+    (pattern,) = re.findall(r"version=\$\(sed -n '([^']*)' constraints.txt\)", DOCKERFILE)
     assert pattern == "s/^flashinfer-python==//p"
+    assert all(f'"{package}==${{version}}"' in DOCKERFILE for package in ("flashinfer-cubin", "flashinfer-jit-cache"))
     assert re.fullmatch(r"[0-9.]+(post\d+)?", pinned("flashinfer-python"))

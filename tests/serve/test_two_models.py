@@ -1,7 +1,9 @@
 """Two models at one URL, on a real stack that has keys and runs next to another one: an application each, chosen by `model`."""
 
+import json
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -116,6 +118,34 @@ def test_none_is_answered_by_the_other(stack: Stack) -> None:
     assert sum(name in LARGE for name, _ in answered) == STREAMS
     assert sum(name in SMALL for name, _ in answered) >= 4
     assert all(reply.json()["model"] == (LARGE if name in LARGE else SMALL)[0] for name, reply in answered)
+
+
+def streamed(stack: Stack, model: str) -> tuple[set[str], bool]:
+    """The names in a stream's chunks, and whether it ended; neither if it was refused."""
+    body = {"messages": [{"role": "user", "content": f"Hello {model}"}], "model": model, "max_tokens": 12, "stream": True}
+    with httpx.stream("POST", f"{stack.url}/v1/chat/completions", json=body, headers=KEY, timeout=120) as reply:
+        if reply.status_code == 429:
+            return set(), False
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
+    names = {json.loads(line)["model"] for line in lines[:-1]}
+    return names, lines[-1] == "[DONE]"
+
+
+def test_no_stream_is_answered_by_the_other(stack: Stack) -> None:
+    """16 streams to each at once: all chunks of one have the name of its own model. The small model, of four places, refuses some;
+    those come again. Planted: the name of the other is not among them."""
+    asked = [name for _ in range(STREAMS // 2) for name in (*LARGE, *SMALL)]
+    done: list[tuple[str, set[str]]] = []
+    ends = time.monotonic() + 150
+    while asked:
+        assert time.monotonic() < ends, asked
+        with ThreadPoolExecutor(len(asked)) as pool:
+            found = list(pool.map(lambda name: streamed(stack, name), asked))
+        done += [(name, names) for name, (names, ended) in zip(asked, found, strict=True) if ended]
+        asked = [name for name, (_, ended) in zip(asked, found, strict=True) if not ended]
+    assert len(done) == 2 * STREAMS
+    for name, names in done:
+        assert names == {(LARGE if name in LARGE else SMALL)[0]}
 
 
 def test_overload_of_one_is_not_the_others(stack: Stack) -> None:

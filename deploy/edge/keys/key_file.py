@@ -1,12 +1,13 @@
 """A file of API keys: one line each, with the key's hash.
 
-    3c9b5f...e1  alice   rights=generate,models  requests=60  tokens=100000  concurrent=8  expires=2027-01-01   # a comment
+    3c9b5f...e1  alice   rights=generate  models=large,small  requests=60  tokens=100000  expires=2027-01-01   # a comment
 
 The SHA-256 of the key in hex, the name of its holder, and options in any order. A missing option means no limit. Two lines of one
 name are two keys of one holder with one quota, so a key can be replaced. They may differ in `expires` only.
 
     rights       some of RIGHTS; all without the option
-    requests     a minute, at each replica; tokens: a minute, of prompts and answers; concurrent: open requests
+    models       names that a request's `model` may be, of models and adapters; all without the option
+    requests     a minute, at all replicas together; tokens: a minute, of prompts and answers; concurrent: open requests
     expires      a day or a time by ISO 8601, in UTC without a zone. From then on the key is refused
 """
 
@@ -44,6 +45,7 @@ class ApiKey(FrozenStruct):
     rights: frozenset[str]
     quota: Quota
     expires: datetime | None
+    models: frozenset[str] | None = None
 
     def has_expired(self, now: datetime) -> bool:
         return self.expires is not None and now >= self.expires
@@ -108,9 +110,20 @@ def _key(words: list[str]) -> ApiKey:
         raise ConfigError(f"rights: only {', '.join(RIGHTS)}")
     quota = Quota(**{name: _count(name, options.pop(name)) for name in Quota.__struct_fields__ if name in options})
     expires = time_of(options.pop("expires", None))
+    models = _models(options.pop("models", None))
     if options:
-        raise ConfigError(f"an option is none of rights, {', '.join(Quota.__struct_fields__)}, expires")
-    return ApiKey(bytes.fromhex(words[0]), words[1], rights, quota, expires)
+        raise ConfigError(f"an option is none of rights, models, {', '.join(Quota.__struct_fields__)}, expires")
+    return ApiKey(bytes.fromhex(words[0]), words[1], rights, quota, expires, models)
+
+
+def _models(value: str | None) -> frozenset[str] | None:
+    """The names in a list with commas. ConfigError: one is empty."""
+    if value is None:
+        return None
+    names = frozenset(value.split(","))
+    if "" in names:
+        raise ConfigError("models: expected names with commas between them")
+    return names
 
 
 def time_of(value: str | None) -> datetime | None:
@@ -138,5 +151,5 @@ def _check_holder(keys: list[ApiKey]) -> None:
     for other in before:
         if other.digest == last.digest:
             raise ConfigError("the same key as on a line before")
-        if other.name == last.name and (other.rights, other.quota) != (last.rights, last.quota):
-            raise ConfigError(f"{last.name} has other rights or limits on a line before")
+        if other.name == last.name and (other.rights, other.models, other.quota) != (last.rights, last.models, last.quota):
+            raise ConfigError(f"{last.name} has other rights, models or limits on a line before")

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from deploy.edge.edge_settings import KeySettings
 from deploy.edge.keys.key_file import ApiKey, digest_of, parse, read
-from deploy.edge.keys.quotas import Allowance, QuotaGrant
+from deploy.edge.keys.replica_quotas import ReplicaQuotas, RequestGrant
 from engine.errors import ConfigError
 
 FILE_CHECK_PERIOD_S = 1.0  # between two looks at the file
@@ -21,25 +21,22 @@ logger = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """The keys of the settings; ConfigError if they cannot be read."""
+    """The keys of the settings; ConfigError if they cannot be read. `quotas`: what their holders have used."""
 
-    def __init__(self, settings: KeySettings) -> None:
+    def __init__(self, settings: KeySettings, quotas: ReplicaQuotas | None = None) -> None:
         self._settings = settings
         self._looked = time.monotonic()
         self._look: asyncio.Task[None] | None = None
         self._complaint = ""
         self._text = read(settings)
-        self._allowances: dict[str, Allowance] = {}
+        self._quotas = quotas or ReplicaQuotas()
         self._install(parse(self._text))
 
     def _install(self, keys: tuple[ApiKey, ...]) -> None:
-        """Holders that remain keep what they have used."""
         self._keys = keys
-        before = self._allowances
-        self._allowances = {key.name: before.get(key.name) or Allowance(key.quota) for key in keys}
-        for key in keys:
-            self._allowances[key.name].change(key.quota)
-        logger.info("%d API keys of %d holders are in force", len(keys), len(self._allowances))
+        quotas = {key.name: key.quota for key in keys}
+        self._quotas.change(quotas)
+        logger.info("%d API keys of %d holders are in force", len(keys), len(quotas))
 
     async def refresh(self) -> None:
         """Makes sure that the keys are at most a second old."""
@@ -74,6 +71,6 @@ class KeyRing:
                 match = key
         return None if match is None or match.has_expired(datetime.now(UTC)) else match
 
-    def open(self, key: ApiKey) -> QuotaGrant:
+    async def open(self, key: ApiKey) -> RequestGrant:
         """Begins a request of that holder. QuotaExceeded: it has too many."""
-        return self._allowances[key.name].open()
+        return await self._quotas.open(key.name)

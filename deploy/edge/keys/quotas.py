@@ -5,7 +5,7 @@
 
 A bucket holds the amount of one minute. In t minutes a holder begins at most (1 + t) times its requests. A request begins while the
 bucket has one token more than open requests hold, so in t minutes a holder uses at most (1 + t) times its tokens plus what one
-request can use. Each replica counts for itself.
+request can use.
 """
 
 import math
@@ -70,6 +70,12 @@ class Allowance:
         self._requests.take(1)
         self._open += 1
         return QuotaGrant(self)
+
+    def adopt(self, tokens: int) -> "QuotaGrant":
+        """Counts a request that has begun before, elsewhere, and holds that many tokens."""
+        self._open += 1
+        self._held += tokens
+        return QuotaGrant(self, tokens)
 
     def _check(self, *, begins: bool) -> None:
         if reached := list(self._reached(begins=begins)):

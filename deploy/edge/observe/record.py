@@ -13,7 +13,7 @@ from starlette.types import Scope, Send
 
 from deploy.edge.admission_control import AdmissionTicket
 from deploy.edge.http_errors import DeadlineExceeded, code_of
-from deploy.edge.keys.quotas import QuotaGrant
+from deploy.edge.keys.replica_quotas import RequestGrant
 from deploy.edge.scope import RECORD
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError, SlowReader
 from engine.front.stream import Clock
@@ -33,7 +33,7 @@ class RequestRecord(Struct):
     """One request so far. Times in seconds on the monotonic clock. `deadline`: the latest end.
 
     `ticket`: its place in the engine; `clocks`: one for each submitted choice; `key`: the name of its API key's holder;
-    `grant`: its part of that holder's quota; `operation`: as in its HttpEndpoint.
+    `models`: that the holder may ask for, None: all; `grant`: its part of that holder's quota; `operation`: as in its HttpEndpoint.
     """
 
     id: str
@@ -45,7 +45,8 @@ class RequestRecord(Struct):
     operation: str | None
     ticket: AdmissionTicket | None = None
     key: str | None = None
-    grant: QuotaGrant | None = None
+    models: frozenset[str] | None = None
+    grant: RequestGrant | None = None
     traceparent: bytes | None = None
     home: bytes | None = None
     ended: float = 0.0
@@ -62,6 +63,10 @@ class RequestRecord(Struct):
     error: Exception | None = None
     gone: bool = False
     trace_id: str | None = None
+
+    def may_ask(self, model: str) -> bool:
+        """Whether its API key's holder may use the model of that name."""
+        return self.models is None or model in self.models
 
     @property
     def shown_status(self) -> int:

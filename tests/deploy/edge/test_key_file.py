@@ -73,8 +73,10 @@ BAD = {
     f"{HASH} a requests=1 requests=2": "twice",
     f"{HASH} a {SECRET}": "is none of rights",
     f"{HASH} a\n{HASH} b": "the same key",
-    f"{HASH} a requests=1\n{OTHER} a requests=2": "other rights or limits",
-    f"{HASH} a rights=models\n{OTHER} a": "other rights or limits",
+    f"{HASH} a requests=1\n{OTHER} a requests=2": "other rights, models or limits",
+    f"{HASH} a rights=models\n{OTHER} a": "other rights, models or limits",
+    f"{HASH} a models=large\n{OTHER} a": "other rights, models or limits",
+    f"{HASH} a models=,": "models: expected names",
     "\n".join(f"{sha256(str(number).encode()).hexdigest()} k{number}" for number in range(MAX_KEYS + 1)): "more than 1024 keys",
 }
 
@@ -101,13 +103,13 @@ def test_the_command_makes_a_key_and_its_line(tmp_path: Path, capsys: pytest.Cap
     """The line is of the key that was shown, the file gets it behind what it had, and the key itself is not in the file."""
     file = tmp_path / "keys"
     file.write_text(f"# ours\n{HASH} alice requests=5")
-    options = ["--rights", "generate", "--tokens", "1000", "--expires", "2090-01-01"]
+    options = ["--rights", "generate", "--models", "large,small", "--tokens", "1000", "--expires", "2090-01-01"]
     assert main(["key", "new", "--name", "bob", *options, "--append", str(file), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     alice, bob = parse(file.read_text())
     assert file.read_text().splitlines()[0] == "# ours"
     assert bob.digest == sha256(made["key"].encode()).digest() != alice.digest
-    assert (bob.name, bob.rights, bob.quota) == ("bob", {"generate"}, Quota(tokens=1000))
+    assert (bob.name, bob.rights, bob.models, bob.quota) == ("bob", {"generate"}, {"large", "small"}, Quota(tokens=1000))
     assert made["key"] not in file.read_text()
     assert main(["key", "new", "--name", "bob"]) == 0
     said = capsys.readouterr().out.splitlines()

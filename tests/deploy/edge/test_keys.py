@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
@@ -44,6 +45,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODY = chat_body(max_tokens=3)
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 ALICE, OLD, READER, LATE, SLOW, FEW = "sk-alice", "sk-alice-old", "sk-reader", "sk-late", "sk-slow", "sk-few"
+OURS, THEIRS = "sk-ours", "sk-theirs"
 
 
 def line(key: str, rest: str) -> str:
@@ -57,6 +59,8 @@ LINES = (
     + line(LATE, "late expires=2020-01-01")
     + line(SLOW, "slow concurrent=1")
     + line(FEW, "few tokens=40 requests=1000")
+    + line(OURS, "ours models=other,nano")
+    + line(THEIRS, "theirs models=other")
 )
 
 
@@ -185,6 +189,20 @@ def test_a_key_may_what_its_line_says(edge: Edge) -> None:
     with httpx.Client(base_url=edge.url, headers=bearer(ALICE)) as client:
         assert [client.get(path).status_code for path in ("/docs", "/openapi.json", "/nothing")] == [200, 200, 404]
         assert client.get("/openapi.json").json()["security"] == [{"bearer": []}, {"x-api-key": []}]
+
+
+def test_a_key_may_ask_for_its_models(edge: Edge) -> None:
+    """By name or without one, to generate and to count tokens; the list has these alone. Planted: a key of another model."""
+    unnamed = {key: value for key, value in BODY.items() if key != "model"}
+    asked = [(CHAT, BODY), (CHAT, unnamed), (TEXT, {"prompt": "a", "max_tokens": 1}), ("/tokenize", {"prompt": "a"})]
+    asked.append(("/v1/messages", BODY))
+    for path, body in asked:
+        assert edge.post(path, body, headers=bearer(OURS)).status_code == 200, path
+        refused = edge.post(path, body, headers=bearer(THEIRS))
+        assert (refused.status_code, "may not use the model `nano`" in refused.text) == (403, True), path
+    for key, names, code in ((OURS, ["nano"], 200), (THEIRS, [], 404), (ALICE, ["nano"], 200)):
+        assert [card["id"] for card in edge.get("/v1/models", headers=bearer(key)).json()["data"]] == names
+        assert edge.get("/v1/models/nano", headers=bearer(key)).status_code == code
 
 
 def test_rights_hold_below_a_root_path(edge: Edge) -> None:
@@ -436,14 +454,11 @@ def test_keys_that_are_read_again_keep_what_was_used(tmp_path: Path, monkeypatch
     ring = KeyRing(KeySettings(file=str(file)))
     key = ring.find(SLOW.encode())
     assert key is not None
-    ring.open(key)
+    asyncio.run(ring.open(key))
     if forgets:
-        ring._allowances.clear()
+        ring._quotas._here.clear()
     replaced(file, LINES + line("sk-new", "new"))
     asyncio.run(ring.refresh())
     assert ring.find(b"sk-new") is not None
-    if forgets:
-        ring.open(key)
-    else:
-        with pytest.raises(QuotaExceeded):
-            ring.open(key)
+    with nullcontext() if forgets else pytest.raises(QuotaExceeded):
+        asyncio.run(ring.open(key))

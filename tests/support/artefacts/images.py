@@ -18,10 +18,10 @@ def base_image(archive: Path) -> None:
 
 
 def build(name: str, context: Path) -> str:
-    """Builds the CPU image of a checkout, and returns its name. QUARTET_BUILD_OPTIONS has further options of `buildah build`,
-    such as volumes with pip's configuration."""
+    """Builds the image of a checkout, and returns its name. QUARTET_BUILD_OPTIONS has further options of `buildah build`, such as
+    PIP_FIND_LINKS with torch's wheels for CPUs, and volumes with pip's configuration."""
     command = ["buildah", "build", "--layers", "--format", "docker", "--network", "host", "--tag", name]
-    command += ["--build-arg", f"BASE={BASE}", "--build-arg", "DEVICE=cpu"]
+    command += ["--build-arg", f"BASE={BASE}"]
     command += shlex.split(os.environ.get("QUARTET_BUILD_OPTIONS", ""))
     command += ["--file", str(context / "deploy" / "image" / "Dockerfile"), str(context)]
     subprocess.run(command, check=True, env={**os.environ, "BUILDAH_ISOLATION": "chroot"}, timeout=1800)
