@@ -19,7 +19,9 @@ from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.protocol import AbortReason, FinishReason, MediaEnd, MediaItem, MediaPiece, Output
 from tests.support.engine.scheduling import SchedulerConfig, one_token_each, request_of, scheduler_of
-from tests.support.engine.worlds import World, check_ends, simulate
+from tests.support.engine.world_checks import check_ends
+from tests.support.engine.world_runs import simulate
+from tests.support.engine.worlds import World
 
 pytestmark = pytest.mark.pure
 
@@ -213,8 +215,8 @@ def crowded_world(seed: int) -> World:
 def test_the_first_gets_the_encoders_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where pages are so few that the first in order preempts another before each try, all end: the readmitted one starts no
     encodes before the first's. Planted fault: it starts them, and in some world the first finds the encoders busy for ever."""
-    monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1500)
-    seeds = range(10)
+    monkeypatch.setattr("tests.support.engine.world_runs._MAX_STEPS", 1500)
+    seeds = range(13, 17)
     for world in map(crowded_world, seeds):
         check_ends(world, simulate(world))
     monkeypatch.setattr(Sequence, "before_item", False)
@@ -333,6 +335,29 @@ def test_a_target_holds_encoders_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1950 / 130 <= beside_pictures(5.0)[1] <= 1950 / 126
     monkeypatch.setattr(StepBudget, "holds_encodes", False)
     assert beside_pictures(11.0)[0] > 13
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_lateness_is_forgotten_where_no_decode_row_can_run(forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late stream runs out of pages while an older request waits for its encode: it begins, and steps owe nothing any more.
+    Planted fault: they still do."""
+    if not forgets:
+        monkeypatch.setattr(StepBudget, "forget_lateness", lambda self: None)
+    config = SchedulerConfig(GROUPS, (60, 10), 4, 100, 32, step_times=TIMES, tpot_target_ms=10.0)
+    scheduler = scheduler_of(config)
+    scheduler.requests.add(request_of(0, [5] * 8, 28))
+    plans = []
+    for step in range(20):
+        if step == 4:
+            scheduler.requests.add(request_of(1, [5] * 15, priority=-1, media=(picture(11, 3, 1),)))
+        plans.append(scheduler.schedule())
+        scheduler.commit(one_token_each(scheduler, plans[-1])._replace(took_us=50_000))
+        if plans[-1].encodes:
+            break
+    assert plans[-1].encodes
+    assert not plans[-1].rows
+    assert all(plan.rows for plan in plans[1:-1])
+    assert scheduler._budget.holds_encodes is not forgets
 
 
 def waits_after(ended: int) -> list[bool]:
