@@ -127,6 +127,7 @@ class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
 
     `clip`: max_tokens was a default, so it may be lowered to what fits instead of refusing. `salt`: only requests of the same salt
     share cached prefixes. `priority`: lower ones are served first. `adapter`: index among the settings' adapters, -1: none.
+    `client`: whose request it is, as clients take turns.
     `media`: in the order of their positions; their data have come before, as `sent_media`, or (0) they have them.
     """
 
@@ -137,6 +138,7 @@ class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
     salt: str = ""
     priority: int = 0
     adapter: int = -1
+    client: str = ""
     media: tuple[MediaItem, ...] = ()
     sent_media: int = 0
 

@@ -75,6 +75,7 @@ class Requests:
             drafts=DraftState(request.params.drafts),
             media=MediaState(request.media, self._spans(request.media)),
             adapter=request.adapter,
+            client=request.client,
         )
         self.unfinished[request.id] = sequence
         self._enqueue(sequence)

@@ -91,6 +91,7 @@ class Sequence(msgspec.Struct, eq=False):
     drafts: DraftState
     media: MediaState
     adapter: int = NO_ADAPTER  # index among the settings' adapters
+    client: str = ""  # whose request it is: clients take turns where grammars are compiled
     committed: int = 0
     planned: int = 0
     number: int = 0  # of its admission; 0 while it waits, and after it has stepped back

@@ -91,9 +91,10 @@ class EngineClient(asyncio.Protocol):
         salt: str = "",
         priority: int = 0,
         adapter: int = NO_ADAPTER,
+        client: str = "",
         media: tuple[MediaItem, ...] = (),
     ) -> Stream:
-        """Submit a request at once; `clip`, `salt`, `priority`, `adapter` and `media` as in GenerateRequest.
+        """Submit a request at once; `clip`, `salt`, `priority`, `adapter`, `client` and `media` as in GenerateRequest.
 
         Requests that have the same tuple of media, one after the other, share them: they are sent once, before all these requests.
         Raises InvalidRequest only if it cannot be sent as it is.
@@ -108,6 +109,7 @@ class EngineClient(asyncio.Protocol):
             salt=salt,
             priority=priority,
             adapter=adapter,
+            client=client,
         )
         try:
             if self.dead is None and media:
