@@ -4,6 +4,7 @@ received = finished + refused + aborted + failed + (waiting + running), always.
 """
 
 import bisect
+from itertools import chain
 
 from engine.core.allocator import Allocator
 from engine.core.pending import PendingTransfers
@@ -21,6 +22,9 @@ from engine.protocol import (
     MediaItem,
     Output,
 )
+
+KEPT_MEDIA_BYTES = 512 << 20  # of media whose rows are computed: 256 pictures of the usual size
+MEDIA_LOST = "the request was preempted, and there was no room to keep its media; please try again shortly"
 
 
 class Requests:
@@ -155,6 +159,20 @@ class Requests:
         self.pending.forget(sequence)
         self.running.remove(sequence)
         self.free_slots.append(sequence.leave())
+
+    # -- media
+
+    def note_computed(self, sequence: Sequence) -> None:
+        """A chunk of the sequence is committed. What is computed needs its media no more, unless it is preempted and its pages are
+        evicted. So up to KEPT_MEDIA_BYTES are kept, for those first that would need them first: the preempted, then the youngest.
+        A sequence whose media are dropped ends in an error where it needs them again (`Admissions`)."""
+        sequence.media.note_computed(sequence.committed)
+        kept = 0
+        for other in chain(self.waiting, reversed(self.running)):
+            kept += other.media.computed_bytes
+            if kept > KEPT_MEDIA_BYTES:
+                kept -= other.media.computed_bytes
+                other.media.drop_computed()
 
     # -- outputs and ends
 
