@@ -26,6 +26,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("victim", "blow", "bound_s"),
