@@ -1,4 +1,4 @@
-"""Redeploys that fail on a running stack: what ran goes on, or requests are refused in the API's shape until a good config comes."""
+"""Redeploys that fail on a running stack: what ran goes on, or requests get the API's 503 until a good config comes."""
 
 import time
 from collections import Counter

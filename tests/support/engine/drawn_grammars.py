@@ -1,7 +1,7 @@
 """Random grammars of every kind but JSON schemas, each with a judge of its own of what is written under it.
 
-`python -m tests.support.engine.drawn_grammars FOLDER FIRST END` walks those of the seeds [FIRST, END) with a checkpoint's tokens, in
-a thread as large as the core's; it prints how many were of each kind, and which were refused.
+`python -m tests.support.engine.drawn_grammars FOLDER FIRST END` walks those of the seeds [FIRST, END) with a checkpoint's tokens
+in a thread as large as the core's. It prints how many were of each kind, and which were refused.
 """
 
 import json
