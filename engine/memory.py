@@ -137,7 +137,7 @@ def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available:
 
 def _sliding_pages(group: KVGroup, config: EngineConfig) -> int:
     """Returns the pages of a sliding group for the windows of all slots, the prompts of the plans that are out (held until their
-    results are in), and the null page; at least as many as the largest picture takes."""
+    results are in), and the null page; never fewer than the largest picture takes."""
     assert group.window is not None
     window = -(-(group.window + 1) // group.page) + 1
     limit = config.max_seqs * -(-config.max_len // group.page) + 1
