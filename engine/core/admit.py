@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterator
 
 from engine.core.pages import Hit
-from engine.core.requests import MEDIA_LOST, Requests
+from engine.core.requests import Requests
 from engine.core.sequence import Sequence
 from engine.core.step_budget import Policy
 from engine.plan import MAX_ADMITTED, Admission, StepPlan, admission_size
@@ -116,7 +116,7 @@ class Admissions:
                 passed.append(sequence)
                 continue
             if sequence.media.lacks_data(hit.count * self._allocator.page):
-                self._requests.fail(sequence, MEDIA_LOST)
+                self._requests.lose_media(sequence)
                 continue
             if not self._fits_plan(sequence, len(hit.full) + len(hit.tail)):
                 return

@@ -15,6 +15,7 @@ from engine.media_geometry import MediaGeometries
 from engine.protocol import (
     MAX_SPAN,
     MAX_STOP_IDS,
+    OVERLOADED,
     AbortReason,
     Counters,
     FinishReason,
@@ -193,6 +194,10 @@ class Requests:
         """End a request that cannot go on; its client gets `error`. `not_finite`: what it computed was not finite."""
         sequence.pages.not_finite = not_finite
         self.end(sequence, Output(sequence.id, finish=FinishReason.error, error=error, invalid=invalid))
+
+    def lose_media(self, sequence: Sequence) -> None:
+        """End a request that needs media which were dropped."""
+        self.end(sequence, Output(sequence.id, finish=FinishReason.error, error=MEDIA_LOST, code=OVERLOADED))
 
     def end(self, sequence: Sequence, output: Output) -> None:
         """The one place where a request ends."""

@@ -18,7 +18,7 @@ from typing import cast
 import msgspec
 
 from engine.adapters import NO_ADAPTER
-from engine.errors import EngineDead, GenerationFailed, InvalidRequest, SlowReader
+from engine.errors import EngineDead, GenerationFailed, InvalidRequest, Overloaded, QuartetError, SlowReader
 from engine.events import (
     EngineFailed,
     EngineLoad,
@@ -34,6 +34,7 @@ from engine.front.media_queue import MediaQueue
 from engine.front.stream import Clock, Stream
 from engine.protocol import (
     MAX_MESSAGE_BYTES,
+    OVERLOADED,
     Abort,
     AbortReason,
     Control,
@@ -202,8 +203,7 @@ class EngineClient(asyncio.Protocol):
         if stream is None:
             return
         if output.error is not None:
-            error = InvalidRequest(output.error, code=output.code) if output.invalid else GenerationFailed(output.error)
-            self._end(output.id, "refused" if output.invalid else "error", error)
+            self._end(output.id, "refused" if output.invalid else "error", _error_of(output, output.error))
             return
         if output.finish is not None:
             aborted = stream.aborted or AbortReason.client_gone
@@ -312,3 +312,10 @@ class EngineClient(asyncio.Protocol):
         self._is_paused = False
         if not self._is_pumping:
             self._pump()
+
+
+def _error_of(output: Output, said: str) -> QuartetError:
+    """What the reader of a request that ended in an error gets."""
+    if output.invalid:
+        return InvalidRequest(said, code=output.code)
+    return Overloaded(said) if output.code == OVERLOADED else GenerationFailed(said)

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,13 @@ async def persistent(port: int, address: str, data: bytes) -> list[Sent]:
     return tries
 
 
+def go_on(stopped: list[int]) -> None:
+    """Continue these processes, of which some may have ended."""
+    for pid in stopped:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
 def test_uploads_that_wait_for_a_decoder_refuse_no_text(stack: Stack) -> None:
     """Eight uploads of 31 MiB whose pictures nobody decodes: a text is answered at once, and once decoders go on all eight are."""
     data = large_body(31)
@@ -117,15 +125,13 @@ def test_uploads_that_wait_for_a_decoder_refuse_no_text(stack: Stack) -> None:
         await asyncio.sleep(4)
         assert not any(task.done() for task in uploads)
         texts = [await asyncio.to_thread(asked, stack, "Hello", f"127.0.0.{number + 2}") for number in range(5)]
-        for pid in decoders:
-            os.kill(pid, signal.SIGCONT)
+        go_on(decoders)
         return await asyncio.gather(*uploads), texts
 
     try:
         uploaded, texts = asyncio.run(both())
     finally:
-        for pid in decoders:
-            os.kill(pid, signal.SIGCONT)
+        go_on(decoders)
     print(f"\nquiet {quiet:.3f} s, beside the uploads {[round(took, 3) for _, took in texts]}")
     assert [sent.status for sent in uploaded] == [200] * 8
     assert {status for status, _ in texts} == {200}
