@@ -24,7 +24,7 @@ from deploy.edge.raw_json import TEXT_BYTES
 from engine.errors import Overloaded
 from engine.front.turns import Share
 
-ROOM_S = 10.0  # that a body waits for room
+ROOM_S = 20.0  # that a body waits for room
 _LOOK_S = 0.05  # between two looks for it
 SMALL_BYTES = 256 << 10  # of a body that is counted by number alone
 _FULL = "Too many large bodies are being sent or wait to be read; please try again shortly."
