@@ -166,6 +166,11 @@ class KVGroup:
         whole = -(-tokens // self.page)
         return whole if self.window is None else min(whole, (self.window - 2) // self.page + 2)
 
+    def span_pages(self, length: int) -> int:
+        """Returns how many pages a chunk of `length` positions needs with its window, wherever it begins."""
+        window = 0 if self.window is None else -(-(self.window - 1) // self.page)
+        return (length - 2) // self.page + 2 + window
+
 
 def shard_kv_heads(heads: int, kv_heads: int, tp: int, rank: int) -> range:
     """Returns the KV heads that `rank` holds: an equal share where they divide, else the one its query heads read (replicated)."""

@@ -44,6 +44,7 @@ _CHECK_LIMITS = LLParserLimits(
 _WALKS = 20  # of a check, through a grammar: at most so many, of so many tokens each, and together
 _WALK_TOKENS = 100
 _ALL_WALKS_TOKENS = 250
+_CHECK_S = 1.0  # of CPU, after which a check walks no further: one whose masks are slow is no error
 _CLOSERS = frozenset(b'"}],:')  # tokens that begin with one of these lead out of a string, or out of a list
 
 
@@ -90,13 +91,14 @@ class Vocabulary:
 
     def complaint(self, grammar: str) -> str | None:
         """What of the grammar cannot be kept, in a sentence; None: replies of random tokens met no error, with less fuel than the
-        core gives them. It costs what `matcher` and some 300 masks do."""
+        core gives them. It costs what `matcher` and some 300 masks do, of which those come first that _CHECK_S has room for."""
+        ends = time.thread_time() + _CHECK_S
         try:
             first = self._matcher(grammar, _CHECK_LIMITS)
             walked = 0
             for seed in range(_WALKS):
-                if walked < _ALL_WALKS_TOKENS:
-                    walked += self._walk(first.fresh(frees=False), random.Random(seed))  # noqa: S311 - it need not be secret
+                if walked < _ALL_WALKS_TOKENS and time.thread_time() < ends:
+                    walked += self._walk(first.fresh(frees=False), random.Random(seed), ends)  # noqa: S311 - it need not be secret
         except GenerationFailed as error:
             return str(error)
         return None
@@ -108,14 +110,14 @@ class Vocabulary:
     def _matcher(self, grammar: str, limits: LLParserLimits) -> "Matcher":
         return Matcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits), self.size)
 
-    def _walk(self, matcher: "Matcher", rng: random.Random) -> int:
-        """Write random tokens that the grammar allows, half of them such that end something; returns how many. GenerationFailed:
-        none is allowed."""
+    def _walk(self, matcher: "Matcher", rng: random.Random, ends: float) -> int:
+        """Write random tokens that the grammar allows, half of them such that end something, until `ends` by the clock of this
+        thread; returns how many. GenerationFailed: none is allowed."""
         for count in range(_WALK_TOKENS):
             allowed = matcher.mask()
             closers = allowed & self._closers
             matcher.consume(_random_token(closers if closers.any() and rng.random() < 0.5 else allowed, rng))
-            if matcher.inner.is_stopped():
+            if matcher.inner.is_stopped() or time.thread_time() > ends:
                 return count + 1
         return _WALK_TOKENS
 

@@ -12,7 +12,7 @@ from engine.media_geometry import MediaGeometry
 from engine.plan import DEPTH
 from engine.quantisation import read_quantisation
 from engine.step_shapes import buckets, sequence_rows
-from engine.vision_geometry import CELL, SIDE
+from engine.vision_geometry import CELL, LARGEST_PICTURE, SIDE
 
 PIECE_LOGITS = 1 << 24  # of a rank's share, fp32: so many are worked on at once where rows are filtered, or report logprobs
 PIECES = 5  # tensors of so many logits that are alive there at once: the rows', sent ones, received ones, scaled ones, padding
@@ -155,11 +155,12 @@ def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available:
 
 def _sliding_pages(group: KVGroup, config: EngineConfig) -> int:
     """Returns the pages of a sliding group for the windows of all slots, the prompts of the plans that are out (held until their
-    results are in), and the null page."""
+    results are in), and the null page; never fewer than the largest picture takes."""
     assert group.window is not None
     window = -(-(group.window + 1) // group.page) + 1
     limit = config.max_seqs * -(-config.max_len // group.page) + 1
-    return min(config.max_seqs * window + DEPTH * -(-config.prefill_budget // group.page) + 1, limit)
+    pages = min(config.max_seqs * window + DEPTH * -(-config.prefill_budget // group.page) + 1, limit)
+    return max(pages, group.span_pages(LARGEST_PICTURE) + 1) if group.bidirectional else pages
 
 
 def _window_pages(group: KVGroup) -> int:

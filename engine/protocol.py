@@ -127,6 +127,7 @@ class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
 
     `clip`: max_tokens was a default, so it may be lowered to what fits instead of refusing. `salt`: only requests of the same salt
     share cached prefixes. `priority`: lower ones are served first. `adapter`: index among the settings' adapters, -1: none.
+    `client`: whose request it is, as clients take turns.
     `media`: in the order of their positions; their data have come before, as `sent_media`, or (0) they have them.
     """
 
@@ -137,6 +138,7 @@ class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
     salt: str = ""
     priority: int = 0
     adapter: int = -1
+    client: str = ""
     media: tuple[MediaItem, ...] = ()
     sent_media: int = 0
 
@@ -218,13 +220,16 @@ def token_bytes(alternatives: int) -> int:
     return 4 * (2 + 2 * alternatives)
 
 
+OVERLOADED = "overloaded"  # the code of an error that is only of now
+
+
 class Output(FrozenStruct, omit_defaults=True, gc=False):
     """What a step gave a request. With `finish`, the request has ended and this is its last entry.
 
     `cached`, with its first tokens: how many of its prompt's were found in the prefix cache when it was first scheduled.
     `accepted` of its tokens were drafts, and `rejected` drafts were not among them.
     `prompt_logprobs` come before the first tokens, in the prompt's order, none twice. `error` is a sentence for the client, with
-    `invalid` set when the request itself was at fault, and then perhaps OpenAI's short `code`.
+    `invalid` set when the request itself was at fault, and then perhaps OpenAI's short `code`; OVERLOADED: it may come again.
     """
 
     id: int

@@ -24,6 +24,9 @@ _IMPLEMENTED: Final[Implemented] = {
 }
 
 
+LARGEST_PICTURE = 1120  # soft tokens that a picture may have
+
+
 @dataclass(frozen=True)
 class VisionGeometry(Geometry):
     """A tower's; what it has no use for is its model's.

@@ -62,7 +62,7 @@ class JobBuilder:
             job = await self._chat_job(ask, ask.prompt, client)
         else:
             job = await self._raw_job(ask, ask.prompt, client)
-        return replace(job, adapter=adapter)
+        return replace(job, adapter=adapter, client=client)
 
     async def prompt(self, chat: ChatPrompt, client: str) -> list[int]:
         """The token ids that a chat begins with; media in the client's turn. InvalidRequest, Overloaded."""

@@ -5,6 +5,9 @@
     mostly media    `media`                    `media`
 
 A body above TEXT_BYTES can only be media. So text is never refused for media that wait, however many there are.
+
+A body whose head says its length waits for room up to ROOM_S, then it is refused. Nothing of it is read meanwhile, so that its
+client's writes stand still.
 """
 
 import asyncio
@@ -21,6 +24,8 @@ from deploy.edge.raw_json import TEXT_BYTES
 from engine.errors import Overloaded
 from engine.front.turns import Share
 
+ROOM_S = 20.0  # that a body waits for room
+_LOOK_S = 0.05  # between two looks for it
 SMALL_BYTES = 256 << 10  # of a body that is counted by number alone
 _FULL = "Too many large bodies are being sent or wait to be read; please try again shortly."
 
@@ -35,18 +40,30 @@ class Uploads:
         self.media = Share(limits.upload_bytes)
 
     async def read(self, upload: "Upload", receive: Receive, length: int) -> None:
-        """The whole body; `length` is what its head says, or 0. TooLarge, TooSlow; Overloaded: it has no room, by its head where
-        that gives its length; ClientDisconnect: the client leaves before its end."""
+        """The whole body; `length` is what its head says, or 0. TooLarge, TooSlow; Overloaded: it has no room, for ROOM_S where
+        its head gives its length; ClientDisconnect: the client leaves before its end."""
         if not self.coming.take(upload.claim.client, 1):
             raise Overloaded("Too many bodies are being sent; please try again shortly.")
         try:
-            upload.claim.grow(length)
+            await self._wait_for_room(upload.claim, length)
             async with asyncio.timeout(self.limits.body_timeout_s):
                 await self._receive(upload, receive)
         except TimeoutError as error:
             raise TooSlow(f"the body did not arrive within {self.limits.body_timeout_s:g} s") from error
         finally:
             self.coming.give_back(upload.claim.client, 1)
+
+    async def _wait_for_room(self, claim: "Claim", length: int) -> None:
+        ends = asyncio.get_running_loop().time() + ROOM_S
+        while True:
+            try:
+                claim.grow(length)
+            except Overloaded:
+                if asyncio.get_running_loop().time() > ends:
+                    raise
+                await asyncio.sleep(_LOOK_S)
+            else:
+                return
 
     async def _receive(self, upload: "Upload", receive: Receive) -> None:
         more = True

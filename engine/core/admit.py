@@ -105,9 +105,8 @@ class Admissions:
                 return
             hit = self._allocator.find(sequence)
             left = len(sequence.tokens) - hit.count * self._allocator.page
-            if sequence.waits and left < 2:
-                continue  # nothing to compute until its mask comes
-            if self._allocator.being_computed(sequence, hit, prefills, self._gain):
+            waits_for_mask = sequence.waits and left < 2  # nothing can be computed before its mask comes
+            if waits_for_mask or self._allocator.being_computed(sequence, hit, prefills, self._gain):
                 continue
             holds_up = sequence.overtaken >= self._policy.overtaking
             long = [other for other in prefills if other.target - other.planned > self._budget] if left > self._budget else []
@@ -115,6 +114,9 @@ class Admissions:
                 if holds_up:
                     return
                 passed.append(sequence)
+                continue
+            if sequence.media.lacks_data(hit.count * self._allocator.page):
+                self._requests.lose_media(sequence)
                 continue
             if not self._fits_plan(sequence, len(hit.full) + len(hit.tail)):
                 return

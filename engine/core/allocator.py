@@ -34,10 +34,9 @@ class Allocator:
         self.cache = PrefixCache(self._full, self.pools[0], events)
 
     def holds_span(self, length: int) -> bool:
-        """Whether empty pools have the pages of a chunk of `length` tokens, wherever it begins, with its window (`first_page`)."""
-        chunk = (length - 2) // self.page + 2
-        sliding = ((pool.total, pool.group.window) for pool in self.pools if pool.group.window)
-        return all(chunk - (1 - window) // self.page <= total for total, window in sliding)
+        """Whether empty pools have the pages of a chunk of `length` tokens, wherever it begins, in the groups that compute them at
+        once."""
+        return all(pool.group.span_pages(length) <= pool.total for pool in self.pools if pool.group.bidirectional)
 
     def fitting(self, sequence: Sequence, count: int, headroom: int = 0) -> int:
         """How many of the next `count` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""

@@ -89,7 +89,7 @@ class MaskState:
     `Sequence.set_masks`.
 
     masked    its tokens need masks
-    compiled  a matcher at the grammar's start, which others may share, and its first mask; None: it has no grammar
+    compiled  a matcher at the grammar's start, which others may share, and its first mask; None: no thread has it yet
     limit     of its thoughts
     ending    no grammar holds now: it is masked because its thought may have to end
     matcher   of the grammar that holds now; None: none does
@@ -99,10 +99,10 @@ class MaskState:
     """
 
     sequence: Sequence
-    compiled: Compiled | None
     trigger: int | None
     limit: ThoughtLimit | None
     read: int
+    compiled: Compiled | None = None
     masked: bool = False
     ending: bool = False
     matcher: Matcher | None = None
@@ -110,6 +110,17 @@ class MaskState:
     length: int = 0
     slow: int = 0
     making: "Future[np.ndarray] | None" = None
+
+    @property
+    def grammar(self) -> str:
+        """The text of its grammar; empty: it has none."""
+        grammar = self.sequence.params.grammar
+        return "" if grammar is None else grammar.text
+
+    @property
+    def needs_grammar(self) -> bool:
+        """It waits for a thread to begin with its grammar."""
+        return self.compiled is None and self.sequence.params.grammar is not None
 
     @property
     def constrained(self) -> bool:
@@ -192,18 +203,76 @@ def present(value: T | None) -> T:
     return value
 
 
+class GrammarCompiler:
+    """Compiles grammars in threads of its own, each once for all requests that have it while it is among the last GRAMMARS used.
+
+    Clients take turns: a free thread gets the first waiting grammar of the client whose last compilation began longest ago.
+    """
+
+    def __init__(self, vocabulary: Vocabulary | None) -> None:
+        self._vocabulary = vocabulary
+        self._most = threads(4)  # compilations at a time
+        self._threads = ThreadPoolExecutor(self._most, thread_name_prefix="grammar")
+        self._running: list[Compiled] = []
+        self._grammars: OrderedDict[str, Compiled] = OrderedDict()  # by text, the last one used at the end
+        self._turns: dict[str, int] = {}  # the number of the last compilation of each client that has open requests
+        self._begun = 0
+
+    def begin(self, states: Iterable[MaskState]) -> None:
+        """Give requests the grammars that are known, and free threads the next ones. `states`: of all open requests."""
+        waiting = [state for state in states if state.needs_grammar and not self._find(state)]
+        self._running = [compiled for compiled in self._running if not compiled.done()]
+        while waiting and len(self._running) < self._most:
+            first = min(waiting, key=self._place)
+            self._begun += 1
+            self._turns[first.sequence.client] = self._begun
+            self._compile(first.grammar)
+            waiting = [state for state in waiting if not self._find(state)]
+
+    def keep_turns(self, states: Iterable[MaskState]) -> None:
+        """Forget the turns of clients that have no open request any more."""
+        clients = {state.sequence.client for state in states}
+        self._turns = {client: turn for client, turn in self._turns.items() if client in clients}
+
+    def forget(self, compiled: Compiled | None) -> None:
+        """Have this grammar compiled anew for requests to come: matchers share what they have made of it."""
+        self._grammars = OrderedDict(item for item in self._grammars.items() if item[1] is not compiled)
+
+    def _place(self, state: MaskState) -> tuple[int, tuple[int, int]]:
+        return self._turns.get(state.sequence.client, 0), state.sequence.precedence
+
+    def _find(self, state: MaskState) -> bool:
+        """Give the request its grammar, if that is compiled or being compiled."""
+        state.compiled = self._grammars.get(state.grammar)
+        if state.compiled is None:
+            return False
+        self._grammars.move_to_end(state.grammar)
+        return True
+
+    def _compile(self, grammar: str) -> None:
+        if len(self._grammars) == GRAMMARS:
+            self._grammars.popitem(last=False)
+        with compile_stack():  # the executor starts a thread here while it has fewer than it may
+            self._grammars[grammar] = self._threads.submit(self._compiled, grammar)
+        self._running.append(self._grammars[grammar])
+
+    def _compiled(self, grammar: str) -> tuple[Matcher, np.ndarray]:
+        """Compile in a thread: a matcher at the grammar's beginning, and its mask there. GenerationFailed where there is none."""
+        matcher = present(self._vocabulary).matcher(grammar)
+        return matcher, matcher.mask()
+
+
 class Masks:
     """The masks of requests. `vocabulary` None: the checkpoint has none, and grammars are refused; `widest` as of EngineConfig.
-    Threads of its own compile grammars, and make slow masks."""
+    Threads make slow masks."""
 
     def __init__(self, requests: Requests, vocabulary: Vocabulary | None, widest: int) -> None:
         self._requests, self._widest = requests, widest
         self._vocabulary = vocabulary
         self._size = vocabulary.size if vocabulary else 0
         self._states: list[MaskState] = []
-        self._grammars: OrderedDict[str, Compiled] = OrderedDict()  # by text, the last one used at the end
         self._planned: deque[tuple[int, list[MaskedRow]]] = deque()  # steps whose masks have not gone out
-        self._compiler = ThreadPoolExecutor(threads(4), thread_name_prefix="grammar")
+        self._compiler = GrammarCompiler(vocabulary)
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-mask")
 
     @property
@@ -223,10 +292,10 @@ class Masks:
         if grammar is None and thought is None:
             return
         length = len(sequence.tokens)
-        compiled = None if grammar is None else self._compiled(grammar.text)
         limit = None if thought is None else ThoughtLimit(thought, length)
-        state = MaskState(sequence, compiled, None if grammar is None else grammar.trigger, limit, length)
+        state = MaskState(sequence, None if grammar is None else grammar.trigger, limit, length)
         self._states.append(state)
+        self._compiler.begin(self._states)
         if grammar is not None and grammar.trigger is None:
             state.constrain(length)
         else:
@@ -236,11 +305,11 @@ class Masks:
         """Read what was committed; call it after each commit, and while something is `making`."""
         if ended := [state for state in self._states if state.sequence.ended]:
             self._states = [state for state in self._states if not state.sequence.ended]
-            needed = {state.compiled for state in self._states}
-            for state in ended:  # cancel what threads have not started for it and nobody else
-                for future in {state.making, state.compiled} - needed:
-                    if future is not None:
-                        future.cancel()
+            self._compiler.keep_turns(self._states)
+            for state in ended:
+                if state.making is not None:
+                    state.making.cancel()  # if no thread has begun with it
+        self._compiler.begin(self._states)
         states = [state for state in self._states if self._read_tokens(state)]
         if states:
             self._make_masks(states)
@@ -329,31 +398,15 @@ class Masks:
 
     def _start_grammar(self, state: MaskState) -> None:
         """Set the first mask, once the grammar is compiled; GenerationFailed: it cannot be compiled."""
-        if (compiled := present(state.compiled)).done():
-            matcher, bits = compiled.result()
+        if state.compiled is not None and state.compiled.done():
+            matcher, bits = state.compiled.result()
             state.matcher = matcher.fresh(frees=state.trigger is not None)
             self._set_masks(state, bits[None])
 
-    def _compiled(self, grammar: str) -> Compiled:
-        """The grammar, compiled once for all requests that have it while it is among the last GRAMMARS used."""
-        compiled = self._grammars.pop(grammar, None)
-        if compiled is None or compiled.cancelled():
-            with compile_stack():  # the executor starts a thread here while it has fewer than it may
-                compiled = self._compiler.submit(self._compile, grammar)
-        self._grammars[grammar] = compiled
-        if len(self._grammars) > GRAMMARS:
-            self._grammars.popitem(last=False)
-        return compiled
-
     def _fail(self, state: MaskState, error: GenerationFailed) -> None:
-        """Ends its request. Matchers of a grammar share what they have made of it: requests to come have it compiled anew."""
-        self._grammars = OrderedDict(item for item in self._grammars.items() if item[1] is not state.compiled)
+        """Ends its request."""
+        self._compiler.forget(state.compiled)
         self._requests.fail(state.sequence, str(error))
-
-    def _compile(self, grammar: str) -> tuple[Matcher, np.ndarray]:
-        """Compile a grammar, in a thread: a matcher at its beginning, and its mask there. GenerationFailed where there is none."""
-        matcher = present(self._vocabulary).matcher(grammar)
-        return matcher, matcher.mask()
 
     def _make_masks(self, states: list[MaskState]) -> None:
         """Make the masks of each one's next token, and of those behind its drafts."""

@@ -4,6 +4,7 @@ received = finished + refused + aborted + failed + (waiting + running), always.
 """
 
 import bisect
+from itertools import chain
 
 from engine.core.allocator import Allocator
 from engine.core.pending import PendingTransfers
@@ -14,6 +15,7 @@ from engine.media_geometry import MediaGeometries
 from engine.protocol import (
     MAX_SPAN,
     MAX_STOP_IDS,
+    OVERLOADED,
     AbortReason,
     Counters,
     FinishReason,
@@ -21,6 +23,9 @@ from engine.protocol import (
     MediaItem,
     Output,
 )
+
+KEPT_MEDIA_BYTES = 512 << 20  # of media whose rows are computed: 256 pictures of the usual size
+MEDIA_LOST = "the request was preempted, and there was no room to keep its media; please try again shortly"
 
 
 class Requests:
@@ -75,6 +80,7 @@ class Requests:
             drafts=DraftState(request.params.drafts),
             media=MediaState(request.media, self._spans(request.media)),
             adapter=request.adapter,
+            client=request.client,
         )
         self.unfinished[request.id] = sequence
         self._enqueue(sequence)
@@ -155,6 +161,20 @@ class Requests:
         self.running.remove(sequence)
         self.free_slots.append(sequence.leave())
 
+    # -- media
+
+    def note_computed(self, sequence: Sequence) -> None:
+        """A chunk of the sequence is committed. What is computed needs its media no more, unless it is preempted and its pages are
+        evicted. So up to KEPT_MEDIA_BYTES are kept, for those first that would need them first: the preempted, then the youngest.
+        A sequence whose media are dropped ends in an error where it needs them again (`Admissions`)."""
+        sequence.media.note_computed(sequence.committed)
+        kept = 0
+        for other in chain(self.waiting, reversed(self.running)):
+            kept += other.media.computed_bytes
+            if kept > KEPT_MEDIA_BYTES:
+                kept -= other.media.computed_bytes
+                other.media.drop_computed()
+
     # -- outputs and ends
 
     def refuse(self, request: int, reason: str, code: str | None = None) -> None:
@@ -174,6 +194,10 @@ class Requests:
         """End a request that cannot go on; its client gets `error`. `not_finite`: what it computed was not finite."""
         sequence.pages.not_finite = not_finite
         self.end(sequence, Output(sequence.id, finish=FinishReason.error, error=error, invalid=invalid))
+
+    def lose_media(self, sequence: Sequence) -> None:
+        """End a request that needs media which were dropped."""
+        self.end(sequence, Output(sequence.id, finish=FinishReason.error, error=MEDIA_LOST, code=OVERLOADED))
 
     def end(self, sequence: Sequence, output: Output) -> None:
         """The one place where a request ends."""

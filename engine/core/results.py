@@ -97,6 +97,8 @@ class Results:
             if sequence.number != number:
                 continue
             sequence.committed = end
+            if sequence.media.items:
+                self._requests.note_computed(sequence)
             if row is None or not row.nan:
                 self._requests.allocator.cache_passed_points(sequence)
             if row is not None:

@@ -66,6 +66,26 @@ class MediaState(msgspec.Struct, eq=False):
     items: tuple[MediaItem, ...]
     spans: list[tuple[int, int]]
     encoded: int = 0  # items whose encodes the slot has had planned, or does not need
+    computed: int = 0  # items whose positions were computed in some admission
+    computed_bytes: int = 0  # of their data
+    dropped: int = 0  # items that have no data any more
+
+    def note_computed(self, committed: int) -> None:
+        """The positions below are computed."""
+        while self.computed < len(self.items) and self.items[self.computed].end <= committed:
+            self.computed_bytes += len(self.items[self.computed].data)
+            self.computed += 1
+
+    def drop_computed(self) -> None:
+        """Drop the data of what is computed."""
+        computed = (msgspec.structs.replace(item, data=b"") for item in self.items[: self.computed])
+        self.items = (*computed, *self.items[self.computed :])
+        self.dropped = self.computed
+        self.computed_bytes = 0
+
+    def lacks_data(self, first: int) -> bool:
+        """Return whether an item of dropped data has positions from `first` on."""
+        return self.dropped > 0 and self.items[self.dropped - 1].end > first
 
     def last_end(self, end: int) -> int:
         """Return the last position up to `end` at which a chunk may end: it is inside no span."""
@@ -91,6 +111,7 @@ class Sequence(msgspec.Struct, eq=False):
     drafts: DraftState
     media: MediaState
     adapter: int = NO_ADAPTER  # index among the settings' adapters
+    client: str = ""  # whose request it is: clients take turns where grammars are compiled
     committed: int = 0
     planned: int = 0
     number: int = 0  # of its admission; 0 while it waits, and after it has stepped back

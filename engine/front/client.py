@@ -18,7 +18,7 @@ from typing import cast
 import msgspec
 
 from engine.adapters import NO_ADAPTER
-from engine.errors import EngineDead, GenerationFailed, InvalidRequest, SlowReader
+from engine.errors import EngineDead, GenerationFailed, InvalidRequest, Overloaded, QuartetError, SlowReader
 from engine.events import (
     EngineFailed,
     EngineLoad,
@@ -34,6 +34,7 @@ from engine.front.media_queue import MediaQueue
 from engine.front.stream import Clock, Stream
 from engine.protocol import (
     MAX_MESSAGE_BYTES,
+    OVERLOADED,
     Abort,
     AbortReason,
     Control,
@@ -91,9 +92,10 @@ class EngineClient(asyncio.Protocol):
         salt: str = "",
         priority: int = 0,
         adapter: int = NO_ADAPTER,
+        client: str = "",
         media: tuple[MediaItem, ...] = (),
     ) -> Stream:
-        """Submit a request at once; `clip`, `salt`, `priority`, `adapter` and `media` as in GenerateRequest.
+        """Submit a request at once; `clip`, `salt`, `priority`, `adapter`, `client` and `media` as in GenerateRequest.
 
         Requests that have the same tuple of media, one after the other, share them: they are sent once, before all these requests.
         Raises InvalidRequest only if it cannot be sent as it is.
@@ -108,6 +110,7 @@ class EngineClient(asyncio.Protocol):
             salt=salt,
             priority=priority,
             adapter=adapter,
+            client=client,
         )
         try:
             if self.dead is None and media:
@@ -200,8 +203,7 @@ class EngineClient(asyncio.Protocol):
         if stream is None:
             return
         if output.error is not None:
-            error = InvalidRequest(output.error, code=output.code) if output.invalid else GenerationFailed(output.error)
-            self._end(output.id, "refused" if output.invalid else "error", error)
+            self._end(output.id, "refused" if output.invalid else "error", _error_of(output, output.error))
             return
         if output.finish is not None:
             aborted = stream.aborted or AbortReason.client_gone
@@ -310,3 +312,10 @@ class EngineClient(asyncio.Protocol):
         self._is_paused = False
         if not self._is_pumping:
             self._pump()
+
+
+def _error_of(output: Output, said: str) -> QuartetError:
+    """What the reader of a request that ended in an error gets."""
+    if output.invalid:
+        return InvalidRequest(said, code=output.code)
+    return Overloaded(said) if output.code == OVERLOADED else GenerationFailed(said)

@@ -38,7 +38,7 @@ class Job:
     prompts    int32 token ids; each has equally many choices, those of the first prompt come first
     params     one per choice
     salt       only requests of the same salt share cached prefixes;   priority  lower ones go first
-    adapter    index among the settings' adapters, -1: none
+    adapter    index among the settings' adapters, -1: none;   client  whose request it is, as clients take turns
     markers    of a chat, whose reply may have thoughts, and calls of `tools`;   one_call  it ends with its first call
     media      of the one prompt of a chat
     echoes     the prompts' texts, if each answer begins with its prompt's;   echo_only  the answer is nothing else
@@ -50,6 +50,7 @@ class Job:
     salt: str = ""
     priority: int = 0
     adapter: int = NO_ADAPTER
+    client: str = ""
     stops: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     markers: Markers | None = None
@@ -202,7 +203,14 @@ class Generation:
         self._echo_only = job.echo_only
         self._tells_logprobs = params.prompt_logprobs is not None
         self.stream = engine.generate(
-            prompt, params, clip=job.clip, salt=job.salt, priority=job.priority, adapter=job.adapter, media=job.media
+            prompt,
+            params,
+            clip=job.clip,
+            salt=job.salt,
+            priority=job.priority,
+            adapter=job.adapter,
+            client=job.client,
+            media=job.media,
         )
         self.clock = self.stream.clock
         self.cached = self.accepted = self.rejected = 0

@@ -1,7 +1,11 @@
 """The memory arithmetic of the KV cache."""
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 
+from deploy.edge.edge_settings import SoftTokens
 from engine import memory
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -19,10 +23,11 @@ from engine.memory import (
     sampling_bytes,
 )
 from engine.plan import DEPTH
-from engine.protocol import FinishReason, Output
+from engine.protocol import FinishReason, MediaItem, Output
 from engine.step_shapes import buckets, sequence_rows
+from engine.vision_geometry import LARGEST_PICTURE
 from tests.support.engine.kvmachine import KVMachine
-from tests.support.engine.scheduling import SchedulerConfig, finish, request_of, scheduler_of, two_groups
+from tests.support.engine.scheduling import SchedulerConfig, finish, one_token_each, request_of, scheduler_of, two_groups
 from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
@@ -133,6 +138,35 @@ def test_windows_of_cached_conversations(spare: int, max_len: int) -> None:
         assert pages[1] == (left - cached * tail) // page
     else:
         assert pages[1] == min((left - cached * tail) // page, 2 * SLOTS * max_len // 32 + 1)
+
+
+@pytest.mark.parametrize(("slots", "budget", "page"), [(1, 16, 16), (1, 512, 32), (2, 64, 8), (8, 512, 32)])
+def test_the_largest_picture_is_taken(slots: int, budget: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small max_seqs and prefill_budget are, an API's largest picture is computed. Planted: pools made
+    without regard to pictures refuse it."""
+    groups = (replace(SLIDING, bidirectional=True, page=page), replace(FULL, page=page))
+    config = sized(slots, 2048, budget, cache=False)
+    picture = MediaItem(100, LARGEST_PICTURE, bytes(32), ((100, 100 + LARGEST_PICTURE),), "image", (), b"pixels")
+
+    def output() -> Output:
+        pages = pool_pages(config, groups, 1 << 30)
+        scheduler = scheduler_of(SchedulerConfig(groups, pages, slots, 2048, budget))
+        scheduler.requests.add(request_of(1, [5] * 1500, 3, media=(picture,)))
+        while scheduler.requests.unfinished:
+            scheduler.commit(one_token_each(scheduler, scheduler.schedule()))
+        return scheduler.requests.drain()[-1]
+
+    assert max(get_args(SoftTokens)) == LARGEST_PICTURE
+    assert output().finish is FinishReason.length
+    monkeypatch.setattr(memory, "LARGEST_PICTURE", 1)
+    assert output().invalid == (slots == 1)
+
+
+def test_pictures_that_are_seen_one_way_need_no_pages_of_their_own() -> None:
+    """A model that sees a picture causally cuts it like text, and its pools are as without pictures."""
+    causal = memory._sliding_pages(SLIDING, sized(1, MAX_LEN, 16, cache=False))
+    both_ways = memory._sliding_pages(replace(SLIDING, bidirectional=True), sized(1, MAX_LEN, 16, cache=False))
+    assert causal == 33 + 1 + DEPTH + 1 < both_ways == (LARGEST_PICTURE - 2) // 32 + 2 + TAIL + 1
 
 
 @pytest.mark.parametrize("spare", [-1, 0, 2 * FULL.page_bytes - 1])

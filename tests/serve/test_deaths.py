@@ -16,6 +16,7 @@ STOPPED_REPLICA_S = 50.0  # Serve's health checks: three of health_check_timeout
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("victim", "blow", "bound_s"),

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from deploy.edge import edge_settings, limits
+from deploy.edge import uploads as uploads_module
 from deploy.edge.edge_settings import LIMITS_VARIABLE, LimitSettings, guard_limits
 from deploy.edge.error_response import JsonResponse
 from deploy.edge.http_errors import ForeignHost
@@ -253,8 +254,9 @@ def test_a_server_answers_to_where_it_listens(monkeypatch: pytest.MonkeyPatch, l
 
 
 @pytest.mark.parametrize("parsed", [True, False])
-def test_a_body_counts_until_it_is_parsed(parsed: bool) -> None:
+def test_a_body_counts_until_it_is_parsed(parsed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then there is room for another. Planted: one that nobody has parsed yet leaves none, which is a 429."""
+    monkeypatch.setattr(uploads_module, "ROOM_S", 0.0)
 
     async def main() -> None:
         uploads = Uploads(LimitSettings(body_bytes=1 << 20, upload_bytes=1 << 20))
@@ -275,6 +277,7 @@ def test_a_body_counts_until_it_is_parsed(parsed: bool) -> None:
     asyncio.run(main())
 
 
+<<<<<<< HEAD
 def test_each_body_on_its_way_is_one() -> None:
     """Of four places a client alone may have two: its third body is refused until one has ended."""
 
@@ -290,11 +293,34 @@ def test_each_body_on_its_way_is_one() -> None:
         await uploads.read(Upload(Claim(uploads, "one")), client(9), 9)
         reads[1].cancel()
         await asyncio.wait({reads[1]})
+=======
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_body_waits_for_room_unread(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is read before another's is parsed, and then all. Planted: without a wait it is refused."""
+    monkeypatch.setattr(uploads_module, "ROOM_S", 10.0 * waits)
+
+    async def main() -> None:
+        uploads = Uploads(LimitSettings(body_bytes=1 << 20, upload_bytes=1 << 20))
+        first, second = Upload(Claim(uploads, "one")), Upload(Claim(uploads, "two"))
+        await uploads.read(first, client(600_000), 600_000)
+        coming = asyncio.create_task(uploads.read(second, client(600_000), 600_000))
+        await asyncio.sleep(0.2)
+        assert not second.body
+        assert coming.done() is not waits
+        first.claim.parsed(600_000, has_media=False)
+        try:
+            await coming
+            assert waits
+            assert len(second.body) == 600_000
+        except Overloaded:
+            assert not waits
+>>>>>>> defects
         assert uploads.coming.total == 0
 
     asyncio.run(main())
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("size", [TEXT_BYTES, TEXT_BYTES + 1])
 def test_the_largest_text_is_text(size: int) -> None:
     """A byte more can only be media."""
@@ -307,6 +333,8 @@ def test_the_largest_text_is_text(size: int) -> None:
     assert (uploads.texts.total, uploads.media.total) == (0, size)
 
 
+=======
+>>>>>>> defects
 def test_text_has_room_beside_media() -> None:
     """Media that wait for decoders, large bodies and small ones, and no text is refused for them. Planted: a text that takes what
     the media have is."""
@@ -386,6 +414,7 @@ class GuardedStack:
 def test_the_guards_claim_lasts_until_the_application_ends_it(fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve takes a body from the guard at once: the guard still counts its media while they wait, and another upload is refused by
     its head, before it is sent. Planted: an application that does not find the guard's claim; then that is sent in vain."""
+    monkeypatch.setattr(uploads_module, "ROOM_S", 0.0)
     if fault:
         monkeypatch.setattr("deploy.edge.limits.noted_claim", lambda: None)
 

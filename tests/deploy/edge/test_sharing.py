@@ -63,6 +63,15 @@ def test_priorities_reach_the_core(edge: Edge, isolating: Edge) -> None:
     assert isolating.core.requests[0].priority >> TURN_BITS == -5
 
 
+@pytest.mark.parametrize("path", list(BODIES))
+def test_clients_reach_the_core(edge: Edge, path: str) -> None:
+    """By address where there are no keys, so that the core can give them turns."""
+    edge.reset()
+    for address in ("10.0.0.1", "10.0.0.2", "10.0.0.1"):
+        edge.post(path, BODIES[path], headers={"x-forwarded-for": address}).raise_for_status()
+    assert [request.client for request in edge.core.requests] == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
+
+
 BAD: list[dict[str, Any]] = [{"cache_salt": ""}, {"cache_salt": "x" * 257}, {"cache_salt": 1}, {"priority": 1.5}, {"priority": "a"}]
 
 

@@ -14,8 +14,9 @@ import pytest
 from llguidance import LLParserLimits
 
 from engine.core.loop import Intake
-from engine.core.masks import Masks
+from engine.core.masks import GrammarCompiler, Masks
 from engine.core.scheduler import Scheduler
+from engine.errors import GenerationFailed
 from engine.front.call_grammar import CallGrammar
 from engine.front.generation import Choice
 from engine.front.grammar import Thought, begun_call, choice_answer, grammar, json_answer, regex_answer
@@ -55,9 +56,9 @@ class Later(Executor):
         self._futures.append(Future())
         return self._futures[-1]
 
-    def begin(self) -> int:
-        """How much of what was submitted a thread would do now."""
-        return sum(future.set_running_or_notify_cancel() for future in self._futures)
+    def end_first(self) -> None:
+        """A thread ends the first of what was submitted, with nothing that anybody reads."""
+        self._futures.pop(0).set_exception(GenerationFailed("of no interest"))
 
 
 def said(model: Model, tokens: list[int], *, cut: bool, tools: Tools = NO_TOOLS) -> Choice:
@@ -155,7 +156,9 @@ def not_taken_back(matcher: Matcher, drafts: list[int], masks: np.ndarray, until
 def test_calls_are_drafted(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """In text as in calls rows have drafts. What a row gave behind a trigger is dropped, and its position runs again as a decode
     row: no step has a chunk for it. Behind a call's end tokens are free: the tokens are those without drafts, in fewer steps,
-    whether all are guessed or few. Planted fault: drafts stay in the matcher."""
+    whether all are guessed or few. Planted fault: drafts stay in the matcher. The machine's speed decides nothing."""
+    monkeypatch.setattr("engine.core.masks.ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr("engine.core.masks.SLOW_S", 1e9)
     rules = calls_of(model, {"get_weather": wanted(0)})
     asked = [request(model, at, rules) for at in range(5)]
 
@@ -253,7 +256,8 @@ def masked_scheduler(vocabulary: Vocabulary | None, compiler: Executor | None = 
     """A scheduler without requests, and its masks."""
     scheduler = scheduler_of(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
     masks = Masks(scheduler.requests, vocabulary, scheduler.config.widest)
-    masks._compiler = compiler or masks._compiler
+    masks._compiler._threads = compiler or masks._compiler._threads
+    masks._compiler._most = 1
     return scheduler, masks
 
 
@@ -282,7 +286,7 @@ def test_a_grammar_that_failed_is_compiled_anew(model: Model, monkeypatch: pytes
 
     def go_on(masks: Masks, *args: Any) -> None:
         begin(masks, *args)
-        masks._grammars = made[-1]._grammars if made else masks._grammars
+        masks._compiler = made[-1]._compiler if made else masks._compiler
         made.append(masks)
 
     def ends() -> list[tuple[str | None, bool]]:
@@ -313,22 +317,44 @@ def test_equal_grammars_are_compiled_once(model: Model, monkeypatch: pytest.Monk
     assert len(set(replies)) > 1
     assert texts == [rules.text]
 
-    def kept() -> tuple[int, int]:
-        work = Later()
-        scheduler, masks = masked_scheduler(model.vocabulary, work)
-        for number in range(10):
-            Intake(scheduler.requests, masks).add(request(model, number, Grammar(f"start: {number // 2}")))
-        scheduler.requests.abort(0, AbortReason.client_gone)
-        for number in (8, 9):
-            scheduler.requests.abort(number, AbortReason.client_gone)
-        masks.advance()
-        Intake(scheduler.requests, masks).add(request(model, 10, Grammar("start: 4")))
-        return len(masks._grammars), work.begin()
+    monkeypatch.setattr("engine.core.masks.ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(GrammarCompiler, "_compiled", lambda _, text: texts.append(text))
+
+    def kept() -> tuple[int, list[str]]:
+        scheduler, masks = masked_scheduler(model.vocabulary)
+        texts.clear()
+        for number in (0, 0, 1, 1, 2, 3, 0, 3):
+            Intake(scheduler.requests, masks).add(request(model, len(scheduler.requests.unfinished), Grammar(f"{number}")))
+        return len(masks._compiler._grammars), texts
 
     monkeypatch.setattr("engine.core.masks.GRAMMARS", 3)
-    assert kept() == (3, 5)
-    monkeypatch.setattr("engine.core.masks.GRAMMARS", 0)
-    assert kept() == (0, 8)
+    assert kept() == (3, ["0", "1", "2", "3", "0"])
+    monkeypatch.setattr("engine.core.masks.GRAMMARS", 9)
+    assert kept() == (4, ["0", "1", "2", "3"])
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_clients_take_turns_at_the_compiler(model: Model, monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
+    """Beside a client with many grammars another's is the next to be compiled, then each has its turn; what a client has no request
+    for any more is not compiled. Planted: all are of one client."""
+    threads, texts = Later(), []
+    submit = threads.submit
+    monkeypatch.setattr(threads, "submit", lambda work, text: texts.append(text) or submit(work, text))
+    scheduler, masks = masked_scheduler(model.vocabulary, threads)
+    for number, client in enumerate("aaaaaabbca"):
+        asked = request(model, number, Grammar(f"{client}{number}"))
+        Intake(scheduler.requests, masks).add(msgspec.structs.replace(asked, client="" if fault else client))
+    scheduler.requests.abort(2, AbortReason.client_gone)
+    for _ in range(9):
+        threads.end_first()
+        masks.advance()
+    wanted_order = ["a0", "b6", "c8", "a1", "b7", "a3", "a4", "a5", "a9"]
+    assert (texts == wanted_order) != fault
+    assert sorted(texts) == sorted(wanted_order)
+    for number in range(10):
+        scheduler.requests.abort(number, AbortReason.client_gone)
+    masks.advance()
+    assert not masks._compiler._turns
 
 
 def test_without_a_vocabulary_grammars_are_refused(model: Model) -> None:

@@ -13,7 +13,8 @@ from engine.core.allocator import Allocator, first_page
 from engine.core.links import ReceivedMedia
 from engine.core.pending import PendingTransfers
 from engine.core.prefix import extend_keys, root_key
-from engine.core.sequence import Sequence
+from engine.core.requests import KEPT_MEDIA_BYTES, MEDIA_LOST, Requests
+from engine.core.sequence import MediaState, Sequence
 from engine.core.step_budget import StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
@@ -31,7 +32,7 @@ GROUPS = (SLIDING, KVGroup(1, "full", (1,), 1, 512, None, PAGE))
 
 
 def picture(first: int, length: int, name: int) -> MediaItem:
-    return MediaItem(first, length, bytes([name]) * 32, ((first, first + length),), "image", (), b"")
+    return MediaItem(first, length, bytes([name]) * 32, ((first, first + length),), "image", (), bytes(max(0, length)))
 
 
 class Asked(NamedTuple):
@@ -227,6 +228,51 @@ def test_the_first_gets_the_encoders_next(monkeypatch: pytest.MonkeyPatch) -> No
         except AssertionError as error:
             endless += "no end in sight" in str(error)
     assert endless > 0
+
+
+def media_lost(worlds: list[World], kept: int) -> int:
+    """How many requests of these worlds end because their media are gone, where so many bytes are kept; all others end well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.core.requests.KEPT_MEDIA_BYTES", kept)
+        note = Requests.note_computed
+
+        def bounded(requests: Requests, sequence: Sequence) -> None:
+            note(requests, sequence)
+            assert sum(one.media.computed_bytes for one in requests.unfinished.values()) <= kept
+
+        patch.setattr(Requests, "note_computed", bounded)
+        runs = [(world, simulate(world)) for world in worlds]
+        for world, run in runs:
+            check_ends(world, run)
+        return sum(output.error == MEDIA_LOST for _, run in runs for output in run.outputs)
+
+
+def test_media_are_dropped_when_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of media whose positions are computed only a bound is kept. Where preempted sequences need more, they end with an error, and
+    nothing is encoded without data; with room for them none does. Planted fault: nobody asks whether the data are there."""
+    lost = [media_lost([*map(crowded_world, range(2)), *map(World, range(60))], kept) for kept in (0, 12, KEPT_MEDIA_BYTES)]
+    print(f"lost: {lost}")
+    assert lost[0] > lost[1] >= lost[2] == 0
+    monkeypatch.setattr(MediaState, "lacks_data", lambda *_: False)
+    with pytest.raises(AssertionError, match="an item to encode has no data"):
+        media_lost([*map(crowded_world, range(2)), *map(World, range(60))], 0)
+
+
+def test_media_of_the_youngest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for one picture that of the youngest sequence stays, and what is not computed yet; no sequence has room for two.
+    With room for all, the planted fault, all stay."""
+    for kept in (4, 1000):
+        monkeypatch.setattr("engine.core.requests.KEPT_MEDIA_BYTES", kept)
+        scheduler = scheduler_of(SchedulerConfig(GROUPS, (60, 60), 4, 100, 16))
+        for number, media in enumerate(([picture(3, 4, 1)], [picture(3, 4, 1)], [picture(3, 4, 1), picture(24, 4, 1)])):
+            scheduler.requests.add(request_of(number, [5] * (10 + 20 * (len(media) - 1)), 20, media=tuple(media)))
+        held = []
+        for step in range(6):
+            scheduler.commit(one_token_each(scheduler, scheduler.schedule())._replace(ended=step + 1))
+            held.append([[len(item.data) for item in one.media.items] for one in scheduler.requests.running])
+        assert held[0] == [[4], [4], [4, 4]]
+        assert ([[0], [0], [4, 4]] in held) == (kept == 4)
+        assert held[-1] == ([[0], [0], [0, 0]] if kept == 4 else held[0])
 
 
 @pytest.mark.parametrize(("rows", "waited_s"), [(8, 0.05), (4, 0.1), (12, 0.0)])

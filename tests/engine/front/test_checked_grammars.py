@@ -131,10 +131,28 @@ def test_the_check_walks(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(answer_schema._Keywords, "checked", lambda _, schema: schema)
     rules = grammar(walker.markers, json_answer(EXTRA[10]), Thought.none)
     assert walker.vocabulary.complaint(rules) == "the grammar: no text matches it"
-    monkeypatch.setattr(Vocabulary, "_walk", lambda _, matcher, __: matcher.mask().size)
+    monkeypatch.setattr(Vocabulary, "_walk", lambda _, matcher, *__: matcher.mask().size)
     assert walker.vocabulary.complaint(rules) is None
     with pytest.raises(GenerationFailed):
         walks_of(walker, rules)
+
+
+def test_a_check_is_bounded_in_time(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a grammar whose masks take 50 ms each a check makes some, and lets it in. Planted: without a clock it makes all."""
+    rules, made, mask = grammar(walker.markers, json_answer({"type": "array"}), Thought.none), list[float](), Matcher.mask
+
+    def slow(matcher: Matcher) -> np.ndarray:
+        made.append(0.05)
+        return mask(matcher)
+
+    monkeypatch.setattr(Matcher, "mask", slow)
+    monkeypatch.setattr("engine.matcher.time.thread_time", lambda: sum(made))
+    assert walker.vocabulary.complaint(rules) is None
+    assert 20 <= len(made) <= 21
+    made.clear()
+    monkeypatch.setattr("engine.matcher._CHECK_S", 1000)
+    assert walker.vocabulary.complaint(rules) is None
+    assert len(made) > 200
 
 
 def lark(terminals: int) -> str:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
-from engine.errors import EngineDead, GenerationFailed, InvalidRequest, SlowReader
+from engine.errors import EngineDead, GenerationFailed, InvalidRequest, Overloaded, SlowReader
 from engine.events import (
     EngineFailed,
     EngineLoad,
@@ -24,6 +24,7 @@ from engine.events import (
 from engine.front.client import MAX_PILED_TOKENS, EngineClient
 from engine.front.stream import Stream
 from engine.protocol import (
+    OVERLOADED,
     AbortReason,
     Control,
     FinishReason,
@@ -145,15 +146,23 @@ def test_streams_do_not_mix() -> None:
     assert run_story(story).finished == 3
 
 
-@pytest.mark.parametrize(("invalid", "kind", "counter"), [(True, InvalidRequest, "refused"), (False, GenerationFailed, "failed")])
-def test_an_error_reaches_its_own_reader(invalid: bool, kind: type[Exception], counter: str) -> None:
-    """A refusal raises InvalidRequest, an error GenerationFailed, after what had come; the neighbour goes on."""
+@pytest.mark.parametrize(
+    ("invalid", "code", "kind", "counter"),
+    [
+        (True, "too_long", InvalidRequest, "refused"),
+        (False, "too_long", GenerationFailed, "failed"),
+        (False, OVERLOADED, Overloaded, "failed"),
+    ],
+)
+def test_an_error_reaches_its_own_reader(invalid: bool, code: str, kind: type[Exception], counter: str) -> None:
+    """A refusal raises InvalidRequest, an error GenerationFailed, one that is only of now Overloaded, after what had come; the
+    neighbour goes on."""
 
     async def story(client: EngineClient, core: FakeCore) -> None:
         stream, neighbour = client.generate([1], PARAMS), client.generate([2], PARAMS)
         await core.send(Output(id=stream.id, tokens=[5]))
         await core.send(
-            Output(id=stream.id, finish=FinishReason.error, error="no room", invalid=invalid, code="too_long"),
+            Output(id=stream.id, finish=FinishReason.error, error="no room", invalid=invalid, code=code),
             Output(id=neighbour.id, tokens=[6], finish=FinishReason.stop),
         )
         await delivered()

@@ -91,6 +91,7 @@ class KVMachine:
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan, through its bytes."""
+        assert all(item.data for item in plan.media), "an item to encode has no data"
         data = encode_plan(plan)
         self.largest = max(self.largest, len(data))
         decoded = decode_plan(data)

@@ -227,7 +227,8 @@ class Host:
     def __post_init__(self) -> None:
         self.compiler, self.slow = Threads(self.rng), Threads(self.rng)
         self.masks = Masks(self.scheduler.requests, self.grammars, self.scheduler.config.widest)  # type: ignore[arg-type]
-        self.masks._compiler, self.masks._slow = self.compiler, self.slow  # type: ignore[assignment]
+        self.masks._compiler._threads, self.masks._slow = self.compiler, self.slow  # type: ignore[assignment]
+        self.masks._compiler._most = 2  # whatever the machine has
 
     def add(self, request: GenerateRequest) -> None:
         """A request comes."""

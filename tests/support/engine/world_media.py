@@ -37,7 +37,7 @@ def draw_media(seed: int, number: int, length: int) -> tuple[MediaItem, ...]:
         end = min(length, at + rng.randint(1, rng.choice((3, 8, 20))))
         spans = rng.choice([((at, end),), (), ((at, (at + end) // 2), ((at + end) // 2, end))])
         spans = tuple(span for span in spans if span[0] < span[1])
-        media.append(MediaItem(at, end - at, bytes([names.choice((1, 1, 1, 2))]) * 32, spans, "image", (), b""))
+        media.append(MediaItem(at, end - at, bytes([names.choice((1, 1, 1, 2))]) * 32, spans, "image", (), bytes(end - at)))
         at = end + rng.randint(0, 6)
     return tuple(media)
 
