@@ -277,7 +277,6 @@ def test_a_body_counts_until_it_is_parsed(parsed: bool, monkeypatch: pytest.Monk
     asyncio.run(main())
 
 
-<<<<<<< HEAD
 def test_each_body_on_its_way_is_one() -> None:
     """Of four places a client alone may have two: its third body is refused until one has ended."""
 
@@ -293,7 +292,11 @@ def test_each_body_on_its_way_is_one() -> None:
         await uploads.read(Upload(Claim(uploads, "one")), client(9), 9)
         reads[1].cancel()
         await asyncio.wait({reads[1]})
-=======
+        assert uploads.coming.total == 0
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_body_waits_for_room_unread(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it is read before another's is parsed, and then all. Planted: without a wait it is refused."""
@@ -314,13 +317,11 @@ def test_a_body_waits_for_room_unread(waits: bool, monkeypatch: pytest.MonkeyPat
             assert len(second.body) == 600_000
         except Overloaded:
             assert not waits
->>>>>>> defects
         assert uploads.coming.total == 0
 
     asyncio.run(main())
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("size", [TEXT_BYTES, TEXT_BYTES + 1])
 def test_the_largest_text_is_text(size: int) -> None:
     """A byte more can only be media."""
@@ -333,8 +334,6 @@ def test_the_largest_text_is_text(size: int) -> None:
     assert (uploads.texts.total, uploads.media.total) == (0, size)
 
 
-=======
->>>>>>> defects
 def test_text_has_room_beside_media() -> None:
     """Media that wait for decoders, large bodies and small ones, and no text is refused for them. Planted: a text that takes what
     the media have is."""

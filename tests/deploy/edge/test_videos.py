@@ -266,19 +266,6 @@ def test_the_decoder_holds_to_the_pixels_too(monkeypatch: pytest.MonkeyPatch) ->
         list(videos._filmed(DecodeTask(kind="video", pixels=20_000), data))
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("most", [3 * 192 * 192, 3 * 192 * 192 - 1])
-def test_the_frames_to_decode_are_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A film of three frames of 192 x 192 has its pixels at most; with one pixel less it is refused before any is decoded."""
-    monkeypatch.setattr(videos, "FILMED_PIXELS", most)
-    film_of_three = videos._filmed(DecodeTask(kind="video"), film(moving(3, 192, 192), "libx264", "mp4"))
-    if most == 3 * 192 * 192:
-        assert len(list(film_of_three)) == 3
-        return
-    monkeypatch.setattr(videos, "_decoded", lambda *_: pytest.fail("a frame was decoded"))
-    with pytest.raises(InvalidRequest, match="110592 pixels of frames would have to be decoded"):
-        list(film_of_three)
-=======
 def test_pixels_of_a_film_are_bounded_before_any_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames between sampled ones count, from the key frame on: a small film is decoded, and not where a pixel less may be.
     Planted: with the usual bound it begins to decode."""
@@ -295,7 +282,6 @@ def test_pixels_of_a_film_are_bounded_before_any_is_decoded(monkeypatch: pytest.
     usual, pixels = videos.FILMED_PIXELS, 96 * 160 * (videos._sampled(48)[-1] + 1)
     assert pixels > 40 * 96 * 160
     assert [decodes(most) for most in (pixels, pixels - 1, usual)] == [True, False, True]
->>>>>>> defects
 
 
 def test_frames_before_an_edits_begin_are_not_shown() -> None:
