@@ -44,6 +44,8 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "self._rows // 4, 1)", "1)"),
         ("long-prompt-starves", "engine/core/test_policy.py",
          "(turn and index > 0, self", "(False, self"),
+        ("lateness-has-no-floor", "engine/core/test_policy.py engine/core/test_media.py",
+         "max(-self._target_ms, self._late_ms + milliseconds - self._target_ms)", "self._late_ms + milliseconds - self._target_ms"),
     ),
     "engine/core/admit.py": (
         ("queue-may-be-overtaken-for-ever", "engine/core/test_policy.py",
@@ -57,6 +59,8 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "sequence.drafts.planned, sequence.limit - 2 - sequence.planned)", "sequence.drafts.planned)"),
         ("row-runs-before-its-mask", "engine/core/test_scheduler.py engine/core/test_masks.py",
          "elif planned < sequence.limit - 1 and not sequence.waits:", "elif planned < sequence.limit - 1:"),
+        ("lateness-is-never-forgotten", "engine/core/test_policy.py engine/core/test_scheduler.py engine/core/test_media.py",
+         "self._budget.forget_lateness()", "pass"),
     ),
     "engine/core/requests.py": (
         ("priority-is-ignored", "engine/core/test_policy.py engine/core/test_scheduler.py",
@@ -133,6 +137,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "engine/core/draft_policy.py": (
         ("times-keep-what-prompts-added", "engine/core/test_draft_policy.py",
          "alone = max(ms - prompt_ms, 0.1 * ms)", "alone = ms"),
+        ("prompts-cost-drafts-nothing", "engine/core/test_draft_policy.py", " + self.prompt_ms", ""),
     ),
     "engine/rank/start_checks.py": (
         ("broken-model-starts", "engine/rank/test_weights.py", "if not rms >= MIN", "if rms < MIN"),
@@ -209,6 +214,10 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "if waiting and waiting + tokens > self.tokens:", "if False:"),
         ("places-leak", "deploy/edge/test_admission.py", "_claim(-self._reserved, -self._answers)", "_claim(-self._reserved, 0)"),
         ("modest-client-gives-way", "deploy/edge/test_admission.py", "if held[greediest] <= held[client] + choices:", "if False:"),
+        ("newcomer-goes-first", "deploy/edge/test_admission.py",
+         "min((other.turn for other in waiting), default=self._turn)", "0"),
+        ("open-answers-unbounded", "deploy/edge/test_admission.py",
+         "if self._open_answers + answers > ANSWERS_PER_CHOICE * self.choices:", "if False:"),
     ),
     "deploy/edge/uploads.py": (
         ("body-may-be-any-size", "deploy/edge/test_limits.py", "if len(upload.body) > self.limits.body_bytes:", "if False:"),
@@ -230,6 +239,8 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "deploy/edge/keys/key_ring.py": (
         ("expired-key-passes", "deploy/edge/test_keys.py deploy/edge/test_key_file.py",
          "if match is None or match.has_expired(datetime.now(UTC))", "if match is None"),
+        ("keys-read-again-are-fresh", "deploy/edge/test_keys.py",
+         "before.get(key.name) or Allowance(key.quota)", "Allowance(key.quota)"),
     ),
     "deploy/edge/key_gate.py": (
         ("any-key-has-all-rights", "deploy/edge/test_keys.py", 'elif endpoint.right not in {"open", *key.rights}:', "elif False:"),
@@ -336,6 +347,8 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("media-are-not-waited-for", "engine/rank/test_encode_stage.py", "            self._media.finish()", "            pass"),
         ("steps-wait-for-media", "engine/rank/test_encode_stage.py",
          "            return self._media.advance()", "            return self._media.finish() is None"),
+        ("items-that-end-are-kept", "engine/rank/test_encode_stage.py",
+         "if left.item.end > chunk.end]", "if left.item.end >= chunk.end]"),
     ),
     "engine/protocol.py": (
         ("frames-run-into-each-other", "engine/front/test_client.py engine/core/test_loop.py",
@@ -356,6 +369,58 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     "engine/attention/flashinfer_files.py": (
         ("old-flashinfer-ends-the-start", "engine/attention/test_flashinfer_files.py", ' if artifacts.exists() else ""', ""),
+    ),
+    "deploy/edge/media/media_preparer.py": (
+        ("clips-of-a-sound-share-rows", "deploy/edge/test_clips.py",
+         "digest_of(medium.kind, shape, clip), ()", "medium.digest, ()"),
+    ),
+    "deploy/edge/routes.py": (
+        ("choices-share-media-bytes", "deploy/edge/test_sharing.py deploy/edge/test_images.py", "choices * sum(len(", "sum(len("),
+    ),
+    "deploy/edge/raw_json.py": (
+        ("small-values-of-any-size", "deploy/edge/test_body_bounds.py deploy/edge/test_validation.py",
+         "if len(memoryview(given)) > most:", "if False:"),
+        ("marks-of-media-unbounded", "deploy/edge/test_body_bounds.py", "if marks > _MEDIA_MARKS:", "if False:"),
+    ),
+    "deploy/edge/observe/record.py": (
+        ("queued-prompts-are-paid", "deploy/edge/test_quotas.py deploy/edge/test_logs.py deploy/edge/test_keys.py",
+         "if all(clock.scheduled is None for clock in self.clocks):", "if not self.clocks:"),
+    ),
+    "deploy/edge/side_process.py": (
+        ("side-process-takes-any-time", "deploy/edge/test_side_pool.py deploy/edge/test_bombs.py",
+         "resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))", "pass"),
+        ("side-process-takes-any-memory", "deploy/edge/test_side_pool.py deploy/edge/test_bombs.py",
+         "resource.setrlimit(resource.RLIMIT_DATA, (most, most))", "pass"),
+    ),
+    "deploy/edge/media/rasters.py": (
+        ("budget-shrinks-one-side", "deploy/edge/test_rasters.py",
+         "rows >= height and columns >= width", "rows >= height or columns >= width"),
+    ),
+    "deploy/edge/media/videos.py": (
+        ("frames-to-decode-unbounded", "deploy/edge/test_videos.py deploy/edge/test_bombs.py",
+         "if pixels > FILMED_PIXELS:", "if False:"),
+        ("discarded-packets-are-shown", "deploy/edge/test_videos.py",
+         "for number, packet in enumerate(packets) if not packet.is_discard]", "for number, packet in enumerate(packets)]"),
+        ("times-far-apart-are-one", "deploy/edge/test_videos.py", "> 2 * tick", "> 200 * tick"),
+        ("decoder-takes-any-pixels", "deploy/edge/test_videos.py deploy/edge/test_bombs.py",
+         'stream.codec_context.options = {"max_pixels": str(task.pixels)}', "pass"),
+        ("one-key-frame-back", "deploy/edge/test_videos.py",
+         "bisect_right(keys, number)][-2:]", "bisect_right(keys, number)][-1:]"),
+    ),
+    "deploy/edge/media/audio_features.py": (
+        ("cut-where-quiet-begins", "deploy/edge/test_audio_features.py", " + _QUIET // 2", ""),
+    ),
+    "kernels/sequence_parallel.py": (
+        ("rows-left-over-have-no-memory", "engine/rank/test_sequence_parallel.py", "(rows // size + 3)", "(rows // size)"),
+        ("own-part-is-summed-first", "engine/rank/test_sequence_parallel.py",
+         "torch.cat([others[:rank], own[None], others[rank:]])", "torch.cat([own[None], others])"),
+    ),
+    "engine/vision_geometry.py": (
+        ("pictures-have-any-side", "engine/test_media_items.py", "or height % SIDE or width % SIDE or", "or"),
+        ("pictures-have-any-length", "engine/test_media_items.py", "max(height, width) > SIDE * self.longest or ", ""),
+    ),
+    "deploy/edge/form_reader.py": (
+        ("cut-form-is-whole", "deploy/edge/test_transcriptions.py", 'if not end.startswith(b"--"):', "if False:"),
     ),
 }  # fmt: skip
 

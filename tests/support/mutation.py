@@ -1,39 +1,44 @@
 """Plants faults, one at a time, and runs the tests that should notice: `python -m tests.support.mutation`.
 
-    --only ID ...    some of tests/support/mutants.py
-    --drawn N        so many faults that tests/support/drawn_faults.py draws, instead of the table's
-    --workers N      copies of the tree that are worked on side by side
-    --limit S        seconds that a fault's tests may take; one that takes longer hangs, and counts as caught
+    --only ID ...    some of the faults
+    --drawn N        so many faults that tests/support/drawn_faults.py draws, instead of those of tests/support/mutants.py
+    --workers N      copies of the tree in which faults are tried at the same time
+    --results FILE   JSON lines of what was found. What was caught is not tried again; the rest is once its tests have changed
 
-First all of the named tests must pass without a fault. A fault is caught when a test fails twice. A line a fault says what became
-of it; the exit status is 0 if none survived. A fault whose text is not found exactly once in its file is an error: the code has
-changed, and the table must follow. The working tree is copied, and never changed.
+First the tests must pass without a fault; the time that they take then decides how long they may take with one. A fault is caught
+when a test fails twice. Tests that do not end in time are no catch: the fault has timed out. A line a fault says what became of it;
+the exit status is 0 if all were caught. A fault whose text is not found exactly once in its file is an error: the code has changed,
+and the table must follow. The working tree is copied, and never changed.
 """
 
 import argparse
+import hashlib
 import itertools
+import json
 import os
 import queue
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support import pytest_forks
 from tests.support.drawn_faults import drawn
 from tests.support.mutants import FAULTS, Fault
 from tests.support.repo_rules import ROOT
 
-PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "(pure or cpu) and not slow")
-CAUGHT, SURVIVED, HUNG = "caught", "survived", "hung"
-_OUTCOMES = {0: SURVIVED, 1: CAUGHT, 2: CAUGHT, None: HUNG}  # of pytest's exit statuses; 2: tests could not be collected
+CAUGHT, SURVIVED, TIMED_OUT = "caught", "survived", "timed out"
+LIMIT_TIMES = 3.0  # of the time that the tests take without a fault
+LIMIT_FLOOR_S = 30.0  # a machine may be busier than it was
+_OUTCOMES = {0: SURVIVED, 1: CAUGHT, 2: CAUGHT, None: TIMED_OUT}  # of pytest's exit statuses; 2: tests could not be collected
 _FAILED = re.compile(r"^(?:FAILED|ERROR) tests/([^\s[]+)", re.MULTILINE)
 _PLANTED = itertools.count(1)
 _TRIES = 3  # at tests of which one fails once and not again: it holds times, and the machine was busy
@@ -50,33 +55,75 @@ class Outcome:
 
     def __str__(self) -> str:
         fault = self.fault
-        why = self.seen_by if self.kind != SURVIVED else f"{fault.old!r} -> {fault.new!r}"
-        return f"{self.kind:8} {self.seconds:6.1f} s  {fault.id:34} {fault.file}  {why}"
+        why = self.seen_by if self.kind == CAUGHT else f"{fault.old!r} -> {fault.new!r}"
+        return f"{self.kind:9} {self.seconds:6.1f} s  {fault.id:34} {fault.file}  {why}"
+
+
+class Results:
+    """Outcomes that a file keeps, a line each; the last one of a fault counts."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self._known = {_key(row): row for row in map(json.loads, lines)}
+
+    def known(self, fault: Fault, tree: Path) -> Outcome | None:
+        """What was found of the fault, if trying it again would find the same."""
+        row = self._known.get(_key(_row(fault)))
+        if row is None or (row["kind"] != CAUGHT and row["tests"] != digest_of(fault, tree)):
+            return None
+        return Outcome(fault, row["kind"], row["seconds"], row["seen_by"])
+
+    def add(self, outcome: Outcome, tree: Path) -> None:
+        """Keep it."""
+        if self._path is not None:
+            found = {"kind": outcome.kind, "seconds": round(outcome.seconds, 1), "seen_by": outcome.seen_by}
+            with self._path.open("a") as file:
+                file.write(json.dumps(_row(outcome.fault) | found | {"tests": digest_of(outcome.fault, tree)}) + "\n")
+
+
+def _row(fault: Fault) -> dict[str, str]:
+    return {"id": fault.id, "old": fault.old, "new": fault.new}
+
+
+def _key(row: dict[str, str]) -> tuple[str, str, str]:
+    return row["id"], row["old"], row["new"]
+
+
+def digest_of(fault: Fault, tree: Path) -> str:
+    """SHA-256 of the fault's file and its test files."""
+    names = [fault.file, *(f"tests/{name}" for name in fault.tests.split())]
+    return hashlib.sha256(b"".join((tree / name).read_bytes() for name in names)).hexdigest()
 
 
 def main() -> int:
     """Print a line a fault, then how many there are of each kind. The exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.mutation", description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="ID", default=[fault.id for fault in FAULTS])
+    parser.add_argument("--only", nargs="+", metavar="ID")
     parser.add_argument("--drawn", type=int, metavar="N", default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=240.0)
+    parser.add_argument("--results", type=Path, metavar="FILE")
     given = parser.parse_args()
-    if unknown := set(given.only) - {fault.id for fault in FAULTS}:
-        parser.error(f"not in the table: {', '.join(sorted(unknown))}")
-    faults = drawn(ROOT, given.drawn) or [fault for fault in FAULTS if fault.id in given.only]
     for fault in FAULTS:
         try:
             planted(fault, ROOT)
         except (ValueError, FileNotFoundError) as error:
             parser.error(str(error))
+    faults = drawn(ROOT, given.drawn) or list(FAULTS)
+    if unknown := set(given.only or ()) - {fault.id for fault in faults}:
+        parser.error(f"no such fault: {', '.join(sorted(unknown))}")
+    chosen = [fault for fault in faults if given.only is None or fault.id in given.only]
+    results = Results(given.results)
+    known = [outcome for fault in chosen if (outcome := results.known(fault, ROOT))]
+    left = [fault for fault in chosen if fault not in {outcome.fault for outcome in known}]
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        trees = [copied(Path(folder) / str(number)) for number in range(given.workers)]
-        check_clean(faults, trees)
-        outcomes = list(run(faults, trees, given.limit))
-    counts = Counter(outcome.kind for outcome in outcomes)
-    print(f"{len(outcomes)} faults: {', '.join(f'{counts[kind]} {kind}' for kind in (CAUGHT, HUNG, SURVIVED))}")
-    return int(counts[SURVIVED] > 0)
+        trees = Trees([copied(Path(folder) / str(number)) for number in range(given.workers)])
+        found = list(run(left, trees, limits(left, trees), results))
+    for outcome in known:
+        print(outcome)
+    counts = Counter(outcome.kind for outcome in known + found)
+    print(f"{len(chosen)} faults: {', '.join(f'{counts[kind]} {kind}' for kind in (CAUGHT, TIMED_OUT, SURVIVED))}")
+    return int(counts[CAUGHT] < len(chosen))
 
 
 def planted(fault: Fault, tree: Path) -> str:
@@ -103,39 +150,64 @@ def copied(tree: Path) -> Path:
     return tree
 
 
-def check_clean(faults: Iterable[Fault], trees: Sequence[Path]) -> None:
-    """SystemExit: a test fails without any fault, and fails again."""
-    began, tests = time.monotonic(), sorted({name for fault in faults for name in fault.tests.split()})
+class Trees:
+    """Copies of the tree, each lent to one at a time."""
 
-    def check(tree: Path, tests: Sequence[str]) -> str:
-        status, output = run_tests(tests, tree) if tests else (0, "")
-        if failed := _FAILED.findall(output) if status else []:
-            status, output = run_tests(failed, tree)
-        return output if status else ""
+    def __init__(self, trees: Sequence[Path]) -> None:
+        self.count = len(trees)
+        self._free: queue.Queue[Path] = queue.Queue()
+        for tree in trees:
+            self._free.put(tree)
 
-    with ThreadPoolExecutor(len(trees)) as pool:
-        complaints = pool.map(check, trees, [tests[at :: len(trees)] for at in range(len(trees))])
-    if complaint := "".join(complaints):
-        sys.exit(f"without a fault:\n{complaint}")
-    print(f"{len(tests)} test files pass without a fault in {time.monotonic() - began:.0f} s", flush=True)
+    @contextmanager
+    def lent(self) -> Iterator[Path]:
+        """One of them, when one is free."""
+        tree = self._free.get()
+        try:
+            yield tree
+        finally:
+            self._free.put(tree)
 
 
-def run(faults: Sequence[Fault], trees: Sequence[Path], limit_s: float) -> Iterable[Outcome]:
-    """Each fault in some tree."""
-    free = queue.Queue()
-    for tree in trees:
-        free.put(tree)
+def limits(faults: Iterable[Fault], trees: Trees) -> dict[str, float]:
+    """Seconds that tests may take with a fault, by `Fault.tests`. SystemExit: a test fails without any fault, and fails again."""
+
+    def limit(tests: str) -> float:
+        with trees.lent() as tree:
+            found = limit_of(tests, tree)
+        print(f"{found:6.1f} s at most: {tests}", flush=True)
+        return found
+
+    selections = sorted({fault.tests for fault in faults})
+    with ThreadPoolExecutor(trees.count) as pool:
+        return dict(zip(selections, pool.map(limit, selections), strict=True))
+
+
+def limit_of(tests: str, tree: Path) -> float:
+    """The limit of one selection, by the time that it takes now."""
+    began = time.monotonic()
+    status, output = run_tests(tests.split(), tree)
+    taken = time.monotonic() - began
+    if failed := _FAILED.findall(output) if status else []:
+        status, output = run_tests(failed, tree)
+    if status:
+        raise SystemExit(f"without a fault:\n{output}")
+    return LIMIT_TIMES * taken + LIMIT_FLOOR_S
+
+
+def run(faults: Sequence[Fault], trees: Trees, limits_s: dict[str, float], results: Results) -> Iterable[Outcome]:
+    """Each fault in some tree; once more if it timed out on a machine that is busier than it was."""
 
     def one(fault: Fault) -> Outcome:
-        tree = free.get()
-        try:
-            outcome = tried(fault, tree, limit_s)
-        finally:
-            free.put(tree)
+        with trees.lent() as tree:
+            outcome = tried(fault, tree, limits_s[fault.tests])
+            if outcome.kind == TIMED_OUT and (limit_s := limit_of(fault.tests, tree)) > outcome.seconds:
+                outcome = tried(fault, tree, limit_s)
+            results.add(outcome, tree)
         print(outcome, flush=True)
         return outcome
 
-    with ThreadPoolExecutor(len(trees)) as pool:
+    with ThreadPoolExecutor(trees.count) as pool:
         yield from pool.map(one, faults)
 
 
@@ -160,29 +232,21 @@ def outcome_of(fault: Fault, tree: Path, limit_s: float) -> Outcome:
         status, output = run_tests(fault.tests.split(), tree, "-x", limit_s=limit_s)
         failed = _FAILED.search(output) if status else None
         test = failed[1] if failed else ""
-        if not test or run_tests([test], tree, "-x", limit_s=limit_s)[0] != 0:
+        if not test:
             break
-        status = 0
+        status, output = run_tests([test], tree, "-x", limit_s=limit_s)
+        if status != 0:
+            break
+    if status is not None and status < 0:
+        return Outcome(fault, CAUGHT, time.monotonic() - began, f"pytest died of signal {-status}")
     if status not in _OUTCOMES:
         raise RuntimeError(f"{fault.id}: pytest ended with {status}:\n{output}")
     return Outcome(fault, _OUTCOMES[status], time.monotonic() - began, test)
 
 
 def run_tests(tests: Iterable[str], tree: Path, *options: str, limit_s: float | None = None) -> tuple[int | None, str]:
-    """(pytest's exit status, None after `limit_s`; its last words). At the limit its whole process group ends."""
-    with tempfile.TemporaryFile("w+") as output:
-        command = [*PYTEST, *options, *(f"tests/{name}" for name in tests)]
-        process = subprocess.Popen(command, cwd=tree, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        output.seek(0)
-        return status, output.read()[-4000:]
+    """As `pytest_forks.run`, of files or tests below tests/."""
+    return pytest_forks.run(tree, [*options, *(f"tests/{name}" for name in tests)], limit_s)
 
 
 if __name__ == "__main__":
