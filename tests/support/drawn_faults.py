@@ -27,9 +27,8 @@ TARGETS: dict[str, str] = {
     "deploy/edge/admission_control.py": "deploy/edge/test_admission.py",
     "deploy/edge/raw_json.py": "deploy/edge/test_body_bounds.py deploy/edge/test_asks.py deploy/edge/test_validation.py",
     "deploy/edge/uploads.py": "deploy/edge/test_limits.py",
-    "deploy/edge/routes.py": "deploy/edge/test_body_bounds.py deploy/edge/test_recovery.py deploy/edge/test_keys.py "
-                             "deploy/edge/test_sharing.py deploy/edge/test_transcriptions.py deploy/edge/test_browsers.py "
-                             "deploy/edge/test_openapi.py deploy/edge/test_api.py",
+    "deploy/edge/routes.py": "deploy/edge/test_keys.py deploy/edge/test_sharing.py deploy/edge/test_browsers.py "
+                             "deploy/edge/test_transcriptions.py deploy/edge/test_openapi.py deploy/edge/test_api.py",
     "engine/core/draft_policy.py": "engine/core/test_draft_policy.py",
     "engine/core/step_budget.py": "engine/core/test_policy.py",
     "engine/core/scheduler.py": "engine/core/test_scheduler.py engine/core/test_policy.py engine/core/test_media.py",
