@@ -44,7 +44,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "self._rows // 4, 1)", "1)"),
         ("long-prompt-starves", "engine/core/test_policy.py",
          "(turn and index > 0, self", "(False, self"),
-        ("lateness-has-no-floor", "engine/core/test_policy.py engine/core/test_media.py",
+        ("lateness-has-no-floor", "engine/core/test_policy.py",
          "max(-self._target_ms, self._late_ms + milliseconds - self._target_ms)", "self._late_ms + milliseconds - self._target_ms"),
     ),
     "engine/core/admit.py": (
@@ -59,7 +59,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "sequence.drafts.planned, sequence.limit - 2 - sequence.planned)", "sequence.drafts.planned)"),
         ("row-runs-before-its-mask", "engine/core/test_scheduler.py engine/core/test_masks.py",
          "elif planned < sequence.limit - 1 and not sequence.waits:", "elif planned < sequence.limit - 1:"),
-        ("lateness-is-never-forgotten", "engine/core/test_policy.py engine/core/test_scheduler.py engine/core/test_media.py",
+        ("lateness-is-never-forgotten", "engine/core/test_media.py",
          "self._budget.forget_lateness()", "pass"),
     ),
     "engine/core/requests.py": (
@@ -375,7 +375,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "digest_of(medium.kind, shape, clip), ()", "medium.digest, ()"),
     ),
     "deploy/edge/routes.py": (
-        ("choices-share-media-bytes", "deploy/edge/test_sharing.py deploy/edge/test_images.py", "choices * sum(len(", "sum(len("),
+        ("choices-share-media-bytes", "deploy/edge/test_images.py", "choices * sum(len(", "sum(len("),
     ),
     "deploy/edge/raw_json.py": (
         ("small-values-of-any-size", "deploy/edge/test_body_bounds.py deploy/edge/test_validation.py",
@@ -383,13 +383,13 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("marks-of-media-unbounded", "deploy/edge/test_body_bounds.py", "if marks > _MEDIA_MARKS:", "if False:"),
     ),
     "deploy/edge/observe/record.py": (
-        ("queued-prompts-are-paid", "deploy/edge/test_quotas.py deploy/edge/test_logs.py deploy/edge/test_keys.py",
+        ("queued-prompts-are-paid", "deploy/edge/test_body_bounds.py",
          "if all(clock.scheduled is None for clock in self.clocks):", "if not self.clocks:"),
     ),
     "deploy/edge/side_process.py": (
-        ("side-process-takes-any-time", "deploy/edge/test_side_pool.py deploy/edge/test_bombs.py",
+        ("side-process-takes-any-time", "deploy/edge/test_body_bounds.py",
          "resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))", "pass"),
-        ("side-process-takes-any-memory", "deploy/edge/test_side_pool.py deploy/edge/test_bombs.py",
+        ("side-process-takes-any-memory", "deploy/edge/test_body_bounds.py",
          "resource.setrlimit(resource.RLIMIT_DATA, (most, most))", "pass"),
     ),
     "deploy/edge/media/rasters.py": (
@@ -397,12 +397,12 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "rows >= height and columns >= width", "rows >= height or columns >= width"),
     ),
     "deploy/edge/media/videos.py": (
-        ("frames-to-decode-unbounded", "deploy/edge/test_videos.py deploy/edge/test_bombs.py",
+        ("frames-to-decode-unbounded", "deploy/edge/test_videos.py",
          "if pixels > FILMED_PIXELS:", "if False:"),
         ("discarded-packets-are-shown", "deploy/edge/test_videos.py",
          "for number, packet in enumerate(packets) if not packet.is_discard]", "for number, packet in enumerate(packets)]"),
         ("times-far-apart-are-one", "deploy/edge/test_videos.py", "> 2 * tick", "> 200 * tick"),
-        ("decoder-takes-any-pixels", "deploy/edge/test_videos.py deploy/edge/test_bombs.py",
+        ("decoder-takes-any-pixels", "deploy/edge/test_videos.py",
          'stream.codec_context.options = {"max_pixels": str(task.pixels)}', "pass"),
         ("one-key-frame-back", "deploy/edge/test_videos.py",
          "bisect_right(keys, number)][-2:]", "bisect_right(keys, number)][-1:]"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from deploy.edge.admission_control import AdmissionControl, AdmissionTicket
 from deploy.edge.edge_settings import MediaSettings
 from deploy.edge.media.base64_reader import unbase64
 from deploy.edge.media.tasks import DecodeTask, prepare
@@ -166,6 +167,26 @@ def test_ids_are_transformers(edge: Edge) -> None:
     expected = [*before, *plain[0], *tokenizer.encode("".join(images), add_special_tokens=False), *plain[1], *after]
     assert list(request.tokens)[: len(expected)] == expected
     assert [item.first for item in request.media] == [len(before) + len(plain[0]) + 1, request.media[0].end + 2]
+
+
+def test_choices_wait_with_the_bytes_of_their_media(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three choices count an image's bytes three times, where room is made and where the ticket is settled."""
+    counted = []
+    settle, make_room = AdmissionTicket.settle, AdmissionControl.make_room
+
+    def settled(ticket: AdmissionTicket, choices: int, tokens: int, media: int) -> None:
+        counted.append((choices, media))
+        settle(ticket, choices, tokens, media)
+
+    async def made(admission: AdmissionControl, client: str, choices: int, tokens: int, media: int) -> None:
+        counted.append((choices, media))
+        await make_room(admission, client, choices, tokens, media)
+
+    monkeypatch.setattr(AdmissionTicket, "settle", settled)
+    monkeypatch.setattr(AdmissionControl, "make_room", made)
+    [item] = asked(edge, [image_url(png(96, 96))]).media
+    asked(edge, [image_url(png(96, 96))], n=3)
+    assert counted == [(1, len(item.data))] * 2 + [(3, 3 * len(item.data))] * 2
 
 
 def test_tokens_are_counted_with_images(edge: Edge) -> None:

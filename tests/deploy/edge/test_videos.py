@@ -255,6 +255,19 @@ def test_the_decoder_holds_to_the_pixels_too(monkeypatch: pytest.MonkeyPatch) ->
         list(videos._filmed(DecodeTask(kind="video", pixels=20_000), data))
 
 
+@pytest.mark.parametrize("most", [3 * 192 * 192, 3 * 192 * 192 - 1])
+def test_the_frames_to_decode_are_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A film of three frames of 192 x 192 has its pixels at most; with one pixel less it is refused before any is decoded."""
+    monkeypatch.setattr(videos, "FILMED_PIXELS", most)
+    film_of_three = videos._filmed(DecodeTask(kind="video"), film(moving(3, 192, 192), "libx264", "mp4"))
+    if most == 3 * 192 * 192:
+        assert len(list(film_of_three)) == 3
+        return
+    monkeypatch.setattr(videos, "_decoded", lambda *_: pytest.fail("a frame was decoded"))
+    with pytest.raises(InvalidRequest, match="110592 pixels of frames would have to be decoded"):
+        list(film_of_three)
+
+
 def test_frames_before_an_edits_begin_are_not_shown() -> None:
     """An MP4 whose edit list begins ten frames in has ten frames less, and its first is the eleventh."""
     data = film(moving(40), "libx264", "mp4", bf="0")

@@ -335,6 +335,29 @@ def test_a_target_holds_encoders_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert beside_pictures(11.0)[0] > 13
 
 
+@pytest.mark.parametrize("forgets", [True, False])
+def test_lateness_is_forgotten_where_no_decode_row_can_run(forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late stream runs out of pages while an older request waits for its encode: it begins, and steps owe nothing any more.
+    Planted fault: they still do."""
+    if not forgets:
+        monkeypatch.setattr(StepBudget, "forget_lateness", lambda self: None)
+    config = SchedulerConfig(GROUPS, (60, 10), 4, 100, 32, step_times=TIMES, tpot_target_ms=10.0)
+    scheduler = scheduler_of(config)
+    scheduler.requests.add(request_of(0, [5] * 8, 28))
+    plans = []
+    for step in range(20):
+        if step == 4:
+            scheduler.requests.add(request_of(1, [5] * 15, priority=-1, media=(picture(11, 3, 1),)))
+        plans.append(scheduler.schedule())
+        scheduler.commit(one_token_each(scheduler, plans[-1])._replace(took_us=50_000))
+        if plans[-1].encodes:
+            break
+    assert plans[-1].encodes
+    assert not plans[-1].rows
+    assert all(plan.rows for plan in plans[1:-1])
+    assert scheduler._budget.holds_encodes is not forgets
+
+
 def waits_after(ended: int) -> list[bool]:
     """Whether each of two sequences still waits, for the first and the second of two transfers, once those up to `ended` have
     ended."""
