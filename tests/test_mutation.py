@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.mutants import Fault
-from tests.support.mutation import CAUGHT, LIMIT_FLOOR_S, LIMIT_TIMES, SURVIVED, TIMED_OUT, Outcome, Results, Trees, limits, tried
+from tests.support.mutation import CAUGHT, LIMIT_FLOOR_S, LIMIT_TIMES, SURVIVED, TIMED_OUT, Limits, Outcome, Results, tried
 
 pytestmark = pytest.mark.cpu
 
@@ -66,11 +66,13 @@ def test_the_time_limit_follows_the_tests_own_time(tree: Path, monkeypatch: pyte
     moments = iter((100.0, 107.0))
     monkeypatch.setattr("tests.support.mutation.time.monotonic", lambda: next(moments))
     monkeypatch.setattr("tests.support.mutation.run_tests", lambda *_, **__: (0, ""))
-    assert limits([WRONG, UNSEEN], Trees([tree])) == {"test_doubling.py": LIMIT_TIMES * 7.0 + LIMIT_FLOOR_S}
+    limits = Limits()
+    for fault in (WRONG, UNSEEN):
+        assert limits.of(fault.tests, tree) == LIMIT_TIMES * 7.0 + LIMIT_FLOOR_S
     monkeypatch.undo()
     (tree / "doubling.py").write_text(CODE.replace("2 * x", "3 * x"))
     with pytest.raises(SystemExit, match="without a fault"):
-        limits([WRONG], Trees([tree]))
+        Limits().of(WRONG.tests, tree)
 
 
 def test_results_are_kept(tree: Path) -> None:

@@ -420,7 +420,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("pictures-have-any-length", "engine/test_media_items.py", "max(height, width) > SIDE * self.longest or ", ""),
     ),
     "deploy/edge/form_reader.py": (
-        ("cut-form-is-whole", "deploy/edge/test_transcriptions.py", 'if not end.startswith(b"--"):', "if False:"),
+        ("cut-form-is-whole", "deploy/edge/test_body_bounds.py", 'if not end.startswith(b"--"):', "if False:"),
     ),
 }  # fmt: skip
 

@@ -5,10 +5,10 @@
     --workers N      copies of the tree in which faults are tried at the same time
     --results FILE   JSON lines of what was found. What was caught is not tried again; the rest is once its tests have changed
 
-First the tests must pass without a fault; the time that they take then decides how long they may take with one. A fault is caught
-when a test fails twice. Tests that do not end in time are no catch: the fault has timed out. A line a fault says what became of it;
-the exit status is 0 if all were caught. A fault whose text is not found exactly once in its file is an error: the code has changed,
-and the table must follow. The working tree is copied, and never changed.
+Before their first fault tests must pass without one. The time that they take then decides how long they may take with one. A fault
+is caught when a test fails twice. Tests that do not end in time are no catch: the fault has timed out. A line a fault says what
+became of it; the exit status is 0 if all were caught. A fault whose text is not found exactly once in its file is an error: the
+code has changed, and the table must follow. The working tree is copied, and never changed.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 from tests.support import pytest_forks
 from tests.support.drawn_faults import drawn
@@ -118,7 +119,7 @@ def main() -> int:
     left = [fault for fault in chosen if fault not in {outcome.fault for outcome in known}]
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         trees = Trees([copied(Path(folder) / str(number)) for number in range(given.workers)])
-        found = list(run(left, trees, limits(left, trees), results))
+        found = list(run(left, trees, Limits(), results))
     for outcome in known:
         print(outcome)
     counts = Counter(outcome.kind for outcome in known + found)
@@ -169,22 +170,24 @@ class Trees:
             self._free.put(tree)
 
 
-def limits(faults: Iterable[Fault], trees: Trees) -> dict[str, float]:
-    """Seconds that tests may take with a fault, by `Fault.tests`. SystemExit: a test fails without any fault, and fails again."""
+class Limits:
+    """Seconds that tests may take with a fault, by `Fault.tests`: measured before the first fault that they are to notice."""
 
-    def limit(tests: str) -> float:
-        with trees.lent() as tree:
-            found = limit_of(tests, tree)
-        print(f"{found:6.1f} s at most: {tests}", flush=True)
-        return found
+    def __init__(self) -> None:
+        self._limits: dict[str, float] = {}
+        self._lock = Lock()
 
-    selections = sorted({fault.tests for fault in faults})
-    with ThreadPoolExecutor(trees.count) as pool:
-        return dict(zip(selections, pool.map(limit, selections), strict=True))
+    def of(self, tests: str, tree: Path) -> float:
+        """SystemExit: a test fails without any fault, and fails again."""
+        with self._lock:
+            if tests not in self._limits:
+                self._limits[tests] = limit_of(tests, tree)
+                print(f"{self._limits[tests]:6.1f} s at most: {tests}", flush=True)
+            return self._limits[tests]
 
 
 def limit_of(tests: str, tree: Path) -> float:
-    """The limit of one selection, by the time that it takes now."""
+    """As `Limits.of`, by the time that they take now."""
     began = time.monotonic()
     status, output = run_tests(tests.split(), tree)
     taken = time.monotonic() - began
@@ -195,12 +198,12 @@ def limit_of(tests: str, tree: Path) -> float:
     return LIMIT_TIMES * taken + LIMIT_FLOOR_S
 
 
-def run(faults: Sequence[Fault], trees: Trees, limits_s: dict[str, float], results: Results) -> Iterable[Outcome]:
+def run(faults: Sequence[Fault], trees: Trees, limits: Limits, results: Results) -> Iterable[Outcome]:
     """Each fault in some tree; once more if it timed out on a machine that is busier than it was."""
 
     def one(fault: Fault) -> Outcome:
         with trees.lent() as tree:
-            outcome = tried(fault, tree, limits_s[fault.tests])
+            outcome = tried(fault, tree, limits.of(fault.tests, tree))
             if outcome.kind == TIMED_OUT and (limit_s := limit_of(fault.tests, tree)) > outcome.seconds:
                 outcome = tried(fault, tree, limit_s)
             results.add(outcome, tree)
