@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 
 from tests.support.mutants import Fault
-from tests.support.mutation import CAUGHT, LIMIT_FLOOR_S, LIMIT_TIMES, SURVIVED, TIMED_OUT, Limits, Outcome, Results, tried
+from tests.support.mutation import (
+    CAUGHT,
+    LIMIT_FLOOR_S,
+    LIMIT_TIMES,
+    SURVIVED,
+    TIMED_OUT,
+    Baseline,
+    Baselines,
+    Outcome,
+    Results,
+    tried,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -51,14 +62,14 @@ def tree(tmp_path: Path) -> Path:
 )
 def test_what_becomes_of_a_fault(tree: Path, fault: Fault, kind: str, seen_by: str) -> None:
     """A failing test catches a fault, a dead pytest does, a test that passes does not; then the file is as it was."""
-    outcome = tried(fault, tree, PATIENT_S)
+    outcome = tried(fault, tree, Baseline(PATIENT_S, ("test_doubling.py",)))
     assert (outcome.kind, outcome.seen_by) == (kind, seen_by)
     assert (tree / "doubling.py").read_text() == CODE
 
 
 def test_a_time_out_is_no_catch(tree: Path) -> None:
     """A fault with which the tests do not end has timed out."""
-    assert tried(ENDLESS, tree, 5.0).kind == TIMED_OUT
+    assert tried(ENDLESS, tree, Baseline(5.0, ("test_doubling.py",))).kind == TIMED_OUT
 
 
 def test_the_time_limit_follows_the_tests_own_time(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,13 +77,21 @@ def test_the_time_limit_follows_the_tests_own_time(tree: Path, monkeypatch: pyte
     moments = iter((100.0, 107.0))
     monkeypatch.setattr("tests.support.mutation.time.monotonic", lambda: next(moments))
     monkeypatch.setattr("tests.support.mutation.run_tests", lambda *_, **__: (0, ""))
-    limits = Limits()
+    baselines = Baselines()
     for fault in (WRONG, UNSEEN):
-        assert limits.of(fault.tests, tree) == LIMIT_TIMES * 7.0 + LIMIT_FLOOR_S
+        assert baselines.of(fault.tests, tree).limit_s == LIMIT_TIMES * 7.0 + LIMIT_FLOOR_S
     monkeypatch.undo()
     (tree / "doubling.py").write_text(CODE.replace("2 * x", "3 * x"))
     with pytest.raises(SystemExit, match="without a fault"):
-        Limits().of(WRONG.tests, tree)
+        Baselines().of(WRONG.tests, tree)
+
+
+def test_fast_tests_come_first(tree: Path) -> None:
+    """So most faults are noticed before a slow test runs."""
+    slow = '\n\n@pytest.mark.parametrize("word", ["a b"])\ndef test_slow(word):\n    import time; time.sleep(0.3)\n'
+    begin, end = TESTS.split("\n\n\ndef test_double")
+    (tree / "tests/test_doubling.py").write_text(begin + slow + "\n\ndef test_double" + end)
+    assert Baselines().of(WRONG.tests, tree).tests == ("test_doubling.py::test_double", "test_doubling.py::test_slow[a b]")
 
 
 def test_results_are_kept(tree: Path) -> None:

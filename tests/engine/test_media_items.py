@@ -1,5 +1,8 @@
 """What the core takes for a media item: data of a row for each of its positions."""
 
+import json
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -47,3 +50,17 @@ def test_a_picture_fits_its_positions(nano: Nano) -> None:
     for wrong in (pixels(97, 144, 6), pixels(96, 145, 6), too_long, pixels(96, 144, 5)):
         with pytest.raises(InvalidRequest):
             vision.check(wrong)
+
+
+def test_what_config_leaves_out_has_defaults(nano: Nano, tmp_path: Path) -> None:
+    """A tower without rope_parameters turns by a theta of 100, and the 12B's embedder has a layer without any width."""
+    config = json.loads((nano("31b") / "config.json").read_text())
+    config["vision_config"].pop("rope_parameters", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tower = read_vision(tmp_path)
+    embedder = read_vision(nano("12b"))
+    assert tower is not None
+    assert embedder is not None
+    assert {layer.rope.theta for layer in tower.layers} == {100.0}
+    [layer] = embedder.layers
+    assert (layer.head_dim, layer.kv_heads, layer.intermediate) == (0, 1, 0)

@@ -41,7 +41,9 @@ LIMIT_TIMES = 3.0  # of the time that the tests take without a fault
 LIMIT_FLOOR_S = 30.0  # a machine may be busier than it was
 _OUTCOMES = {0: SURVIVED, 1: CAUGHT, 2: CAUGHT, None: TIMED_OUT}  # of pytest's exit statuses; 2: tests could not be collected
 _FAILED = re.compile(r"^(?:FAILED|ERROR) tests/([^\s[]+)", re.MULTILINE)
+_DURATION = re.compile(r"^([\d.]+)s call +tests/(.+)$", re.MULTILINE)
 _PLANTED = itertools.count(1)
+_SHOWN = 4000  # characters of what pytest said
 _TRIES = 3  # at tests of which one fails once and not again: it holds times, and the machine was busy
 
 
@@ -119,7 +121,7 @@ def main() -> int:
     left = [fault for fault in chosen if fault not in {outcome.fault for outcome in known}]
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         trees = Trees([copied(Path(folder) / str(number)) for number in range(given.workers)])
-        found = list(run(left, trees, Limits(), results))
+        found = list(run(left, trees, Baselines(), results))
     for outcome in known:
         print(outcome)
     counts = Counter(outcome.kind for outcome in known + found)
@@ -170,42 +172,51 @@ class Trees:
             self._free.put(tree)
 
 
-class Limits:
-    """Seconds that tests may take with a fault, by `Fault.tests`: measured before the first fault that they are to notice."""
+@dataclass(frozen=True)
+class Baseline:
+    """Tests without a fault. `limit_s`: seconds that they may take with one; `tests`: each, the fastest first."""
+
+    limit_s: float
+    tests: tuple[str, ...]
+
+
+class Baselines:
+    """By `Fault.tests`: measured before the first fault that they are to notice."""
 
     def __init__(self) -> None:
-        self._limits: dict[str, float] = {}
+        self._known: dict[str, Baseline] = {}
         self._lock = Lock()
 
-    def of(self, tests: str, tree: Path) -> float:
+    def of(self, tests: str, tree: Path) -> Baseline:
         """SystemExit: a test fails without any fault, and fails again."""
         with self._lock:
-            if tests not in self._limits:
-                self._limits[tests] = limit_of(tests, tree)
-                print(f"{self._limits[tests]:6.1f} s at most: {tests}", flush=True)
-            return self._limits[tests]
+            if tests not in self._known:
+                self._known[tests] = baseline(tests, tree)
+                print(f"{self._known[tests].limit_s:6.1f} s at most: {tests}", flush=True)
+            return self._known[tests]
 
 
-def limit_of(tests: str, tree: Path) -> float:
-    """As `Limits.of`, by the time that they take now."""
+def baseline(tests: str, tree: Path) -> Baseline:
+    """As `Baselines.of`, by the time that they take now."""
     began = time.monotonic()
-    status, output = run_tests(tests.split(), tree)
+    status, output = run_tests(tests.split(), tree, "--durations=0", "-vv")
     taken = time.monotonic() - began
     if failed := _FAILED.findall(output) if status else []:
         status, output = run_tests(failed, tree)
     if status:
-        raise SystemExit(f"without a fault:\n{output}")
-    return LIMIT_TIMES * taken + LIMIT_FLOOR_S
+        raise SystemExit(f"without a fault:\n{output[-_SHOWN:]}")
+    calls = sorted((float(seconds), test) for seconds, test in _DURATION.findall(output))
+    return Baseline(LIMIT_TIMES * taken + LIMIT_FLOOR_S, tuple(test for _, test in calls))
 
 
-def run(faults: Sequence[Fault], trees: Trees, limits: Limits, results: Results) -> Iterable[Outcome]:
+def run(faults: Sequence[Fault], trees: Trees, baselines: Baselines, results: Results) -> Iterable[Outcome]:
     """Each fault in some tree; once more if it timed out on a machine that is busier than it was."""
 
     def one(fault: Fault) -> Outcome:
         with trees.lent() as tree:
-            outcome = tried(fault, tree, limits.of(fault.tests, tree))
-            if outcome.kind == TIMED_OUT and (limit_s := limit_of(fault.tests, tree)) > outcome.seconds:
-                outcome = tried(fault, tree, limit_s)
+            outcome = tried(fault, tree, baselines.of(fault.tests, tree))
+            if outcome.kind == TIMED_OUT and (later := baseline(fault.tests, tree)).limit_s > outcome.seconds:
+                outcome = tried(fault, tree, later)
             results.add(outcome, tree)
         print(outcome, flush=True)
         return outcome
@@ -214,7 +225,7 @@ def run(faults: Sequence[Fault], trees: Trees, limits: Limits, results: Results)
         yield from pool.map(one, faults)
 
 
-def tried(fault: Fault, tree: Path, limit_s: float) -> Outcome:
+def tried(fault: Fault, tree: Path, known: Baseline) -> Outcome:
     """Plant it, run its tests, take it out again."""
     path = tree / fault.file
     text, times = path.read_text(), path.stat()
@@ -222,28 +233,28 @@ def tried(fault: Fault, tree: Path, limit_s: float) -> Outcome:
     planted_s = times.st_mtime + 2 * next(_PLANTED)  # compiled modules are known by size and whole second
     os.utime(path, (planted_s, planted_s))
     try:
-        return outcome_of(fault, tree, limit_s)
+        return outcome_of(fault, tree, known)
     finally:
         path.write_text(text)
         os.utime(path, (times.st_atime, times.st_mtime))
 
 
-def outcome_of(fault: Fault, tree: Path, limit_s: float) -> Outcome:
+def outcome_of(fault: Fault, tree: Path, known: Baseline) -> Outcome:
     """What its tests say of a fault that is planted. RuntimeError: pytest could not do its work."""
     began, test = time.monotonic(), ""
     for _ in range(_TRIES):
-        status, output = run_tests(fault.tests.split(), tree, "-x", limit_s=limit_s)
+        status, output = run_tests(known.tests, tree, "-x", limit_s=known.limit_s)
         failed = _FAILED.search(output) if status else None
         test = failed[1] if failed else ""
         if not test:
             break
-        status, output = run_tests([test], tree, "-x", limit_s=limit_s)
+        status, output = run_tests([test], tree, "-x", limit_s=known.limit_s)
         if status != 0:
             break
     if status is not None and status < 0:
         return Outcome(fault, CAUGHT, time.monotonic() - began, f"pytest died of signal {-status}")
     if status not in _OUTCOMES:
-        raise RuntimeError(f"{fault.id}: pytest ended with {status}:\n{output}")
+        raise RuntimeError(f"{fault.id}: pytest ended with {status}:\n{output[-_SHOWN:]}")
     return Outcome(fault, _OUTCOMES[status], time.monotonic() - began, test)
 
 

@@ -17,11 +17,11 @@ PRELOADED = (
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", "-m", "(pure or cpu) and not slow")
 NICE = 19
 _STOP_S = 10.0  # for pytest to end what its tests have started
-_SAID = 4000
+_SAID = 1 << 20  # characters at the end
 
 
 def run(tree: Path, arguments: list[str], limit_s: float | None = None) -> tuple[int | None, str]:
-    """(pytest's exit status, below 0 if a signal ended it, None after `limit_s`; its last words). All its processes end with it."""
+    """(pytest's exit status, below 0 if a signal ended it, None after `limit_s`; what it said). All its processes end with it."""
     with tempfile.NamedTemporaryFile("r") as output:
         process = _forks().Process(target=_run, args=(str(tree), [*OPTIONS, *arguments], output.name))
         process.start()

@@ -1,5 +1,6 @@
 """Audio over HTTP: what each API's part becomes in the engine's request."""
 
+import asyncio
 import base64
 import time
 from typing import Any
@@ -9,6 +10,9 @@ import numpy as np
 import pytest
 
 from deploy.edge.media.audio_features import CLIP_SAMPLES, RATE, log_mels, raw_rows
+from deploy.edge.media.media_preparer import MediaPreparer, _MediaRequest
+from deploy.edge.media.tasks import DecodeTask, Prepared
+from engine.errors import InvalidRequest
 from engine.protocol import GenerateRequest
 from tests.support.edge.api_client import chat_body, error_of
 from tests.support.edge.http_edge import Edge, Edges
@@ -129,3 +133,26 @@ def test_a_model_without_audio_says_so(edge: Edge) -> None:
     with edge.configured(media_kinds=frozenset({"image", "video"})):
         reply = post(edge, [input_audio(wav(tone(RATE, 440)))])
     assert "this model reads no audio" in error_of(reply, 400)["message"]
+
+
+@pytest.mark.parametrize("takes_s", [3.0, 3.1])
+def test_media_of_a_request_share_its_time(takes_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 s the first clip takes 3: the next one may take the second that is left. Of less than a second none is begun."""
+    allowed = []
+
+    def prepare(_: object, task: DecodeTask, source: bytes) -> Prepared:
+        allowed.append(task.cpu_s)
+        return Prepared(kind="audio", shape=(1,), data=source, digest=b"", text="", runs=1, clips=(), cpu_s=takes_s)
+
+    monkeypatch.setattr("deploy.edge.media.media_preparer.prepare", prepare)
+    preparer, request = MediaPreparer(), _MediaRequest("client", left_s=4.0)
+
+    async def decoded() -> None:
+        await preparer._decoded(request, DecodeTask(kind="audio"), lambda: b"clip")
+
+    asyncio.run(decoded())
+    if takes_s == 3.0:
+        asyncio.run(decoded())
+    with pytest.raises(InvalidRequest, match="those before it took them"):
+        asyncio.run(decoded())
+    assert allowed == ([4, 1] if takes_s == 3.0 else [4])

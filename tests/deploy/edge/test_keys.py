@@ -11,6 +11,7 @@ from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -447,3 +448,22 @@ def test_keys_that_are_read_again_keep_what_was_used(tmp_path: Path, monkeypatch
     else:
         with pytest.raises(QuotaExceeded):
             ring.open(key)
+
+
+def test_the_file_is_read_at_most_once_a_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not within a period of the start, nor of the last look; once for each period after it, by the first request."""
+    now, looks = [100.0], []
+    monkeypatch.setattr(key_ring, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    file = tmp_path / "keys"
+    file.write_text(LINES)
+    ring = KeyRing(KeySettings(file=str(file)))
+    read = key_ring.read
+
+    def counted(settings: KeySettings) -> str:
+        looks.append(now[0])
+        return read(settings)
+
+    monkeypatch.setattr(key_ring, "read", counted)
+    for now[0] in (100.9, 101.0, 101.5, 101.9, 102.0, 103.5, 104.4, 104.5):
+        asyncio.run(ring.refresh())
+    assert looks == [101.0, 102.0, 103.5, 104.5]

@@ -17,6 +17,7 @@ from deploy.edge.edge_settings import LIMITS_VARIABLE, LimitSettings, guard_limi
 from deploy.edge.error_response import JsonResponse
 from deploy.edge.http_errors import ForeignHost
 from deploy.edge.limits import Limits, UnreadBody, check_head, outermost
+from deploy.edge.raw_json import TEXT_BYTES
 from deploy.edge.scope import CLAIM, RECORD
 from deploy.edge.uploads import Claim, Upload, Uploads
 from engine.errors import Overloaded
@@ -272,6 +273,38 @@ def test_a_body_counts_until_it_is_parsed(parsed: bool) -> None:
         assert (uploads.texts.total, uploads.media.total, uploads.coming.total) == (0, 0, 0)
 
     asyncio.run(main())
+
+
+def test_each_body_on_its_way_is_one() -> None:
+    """Of four places a client alone may have two: its third body is refused until one has ended."""
+
+    async def main() -> None:
+        uploads = Uploads(LimitSettings(uploads=4))
+        reads = [asyncio.create_task(uploads.read(Upload(Claim(uploads, "one")), never, 0)) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert uploads.coming.total == 2
+        with pytest.raises(Overloaded, match="Too many bodies"):
+            await uploads.read(Upload(Claim(uploads, "one")), client(9), 9)
+        reads[0].cancel()
+        await asyncio.wait({reads[0]})
+        await uploads.read(Upload(Claim(uploads, "one")), client(9), 9)
+        reads[1].cancel()
+        await asyncio.wait({reads[1]})
+        assert uploads.coming.total == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("size", [TEXT_BYTES, TEXT_BYTES + 1])
+def test_the_largest_text_is_text(size: int) -> None:
+    """A byte more can only be media."""
+    uploads = Uploads(LimitSettings())
+    claim = Claim(uploads, "one")
+    claim.grow(size)
+    is_text = size == TEXT_BYTES
+    assert (uploads.texts.total, uploads.media.total) == ((size, 0) if is_text else (0, size))
+    claim.parsed(size, has_media=True)
+    assert (uploads.texts.total, uploads.media.total) == (0, size)
 
 
 def test_text_has_room_beside_media() -> None:

@@ -222,3 +222,17 @@ def test_auto_shrinks_neither_side() -> None:
         assert budget == (whole[0] if whole else BUDGETS[-1])
         tell += bool(half) and half[0] != budget
     assert tell > 5
+
+
+@pytest.mark.parametrize("scans", [rasters.MAX_SCANS, rasters.MAX_SCANS + 1])
+def test_scans_are_counted_outside_of_segments(scans: int) -> None:
+    """A comment as the first segment may hold what looks like scans; as segments of the file one too many is refused."""
+    scan = b"\xff\xda\x00\x02"
+    comment = scan * (rasters.MAX_SCANS + 1)
+    head = b"\xff\xd8\xff\xfe" + (2 + len(comment)).to_bytes(2, "big") + comment
+    jpeg = head + scan * scans + b"\xff\xd9" + scan
+    if scans <= rasters.MAX_SCANS:
+        rasters._check_scans(jpeg)
+        return
+    with pytest.raises(InvalidRequest, match="more than 50 scans"):
+        rasters._check_scans(jpeg)

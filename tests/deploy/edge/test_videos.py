@@ -244,6 +244,17 @@ def test_decoding_begins_at_the_key_frame_before(stored: Sequence[int]) -> None:
     assert stream.decoded[0] == 2
 
 
+def test_each_packet_is_decoded_once() -> None:
+    """For several frames that are shown after one key frame; decoding begins anew at the next one."""
+    packets = [SimpleNamespace(pts=pts, is_keyframe=pts in (0, 8)) for pts in range(16)]
+    stream, chosen = CountedDecoder(), [1, 3, 5, 9, 11]
+    begins = videos._begins(cast("Any", packets), chosen)
+    shown = videos._decoded(cast("Any", stream), cast("Any", packets), begins, chosen)
+    assert [frame.pts for frame in shown] == chosen
+    assert stream.decoded == [*range(8), *range(8, 14)]
+    assert videos._count(begins, chosen) == 6 + 4
+
+
 def test_the_decoder_holds_to_the_pixels_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A header may lie: without its check the decoder itself refuses 192 x 192 pixels where 20 000 may be."""
     monkeypatch.setattr(videos, "check_pixels", lambda *_: None)

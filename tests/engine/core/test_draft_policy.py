@@ -246,6 +246,12 @@ def test_a_single_number_is_always_chosen() -> None:
     assert set(serve(DraftPolicy((3,), SIZES, ()), small, steady(100, 0.0, 200)).drafts) == {3}
 
 
+def test_switches_are_counted_from_none() -> None:
+    """By cause; a single number is never switched."""
+    assert DraftPolicy(OPTIONS, SIZES, points(small)).switches == {"better": 0, "off": 0, "on": 0}
+    assert DraftPolicy((3,), SIZES, ()).switches == {}
+
+
 def test_times_at_boot_are_of_whole_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """129 rows, the most there are, run as 144: a step of these is expected to take what was measured. Planted fault: 26 ms."""
     times = [((1, 8.0), (128, 10.0), (129, 11.0))] * len(OPTIONS)

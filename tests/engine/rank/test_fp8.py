@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, ConfigError
 from engine.quantisation import Quantisation, read_quantisation
 from engine.rank.fp8 import Fp8Weight
 from engine.rank.models.gemma4 import Gemma4
@@ -159,3 +159,15 @@ def test_matrices_by_name() -> None:
     assert {name: quantisation.format_of(name) is FP8 for name in named} == named
     with pytest.raises(CheckpointError, match=r"quantization_config: re:\(a is no regular expression"):
         Quantisation(ignored=("re:(a",)).format_of("a")
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((8, 8), True), ((8, 9), False), ((9, 0), False)])
+def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], refused: bool) -> None:
+    """Matrices in fp8 need compute capability 8.9."""
+    monkeypatch.setattr(Weight, "__init__", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    if not refused:
+        Fp8Weight((2, 2), torch.bfloat16, torch.device("cuda"))
+        return
+    with pytest.raises(ConfigError, match=r"8\.9 or later; this one has 8\.8"):
+        Fp8Weight((2, 2), torch.bfloat16, torch.device("cuda"))

@@ -252,6 +252,20 @@ def test_inboxes_are_aligned(size: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert bool((peers._flags[0] == -1).all()), "flags share memory with rows"
 
 
+def test_each_forward_counts_its_sums_from_0() -> None:
+    """A CUDA graph has the numbers of its first run, so every run must have the same."""
+    memories = [torch.zeros(SequenceParallel.bytes(2, 16, HIDDEN, torch.float32), dtype=torch.uint8)] * 2
+    peers = SequenceParallel(memories, 0, range(17), HIDDEN, torch.float32, torch.zeros(2, dtype=torch.int32))
+    peers.wait_for = lambda *_: None  # type: ignore[method-assign]  # for the other rank, which is not there
+    norms = Norms(torch.ones(HIDDEN), None)
+    numbers = []
+    for _ in range(2):
+        peers.begin(16)
+        rows = torch.zeros(16, HIDDEN)
+        numbers.append([peers.norm(peers.cut(rows), rows, norms, 1e-6, None)[1].number for _ in range(3)])
+    assert numbers == [[0, 1, 2]] * 2
+
+
 @pytest.mark.parametrize("missing", [0, 3])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_memory_holds_the_parts_of_every_piece(size: int, missing: int) -> None:
