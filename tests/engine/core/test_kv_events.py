@@ -14,7 +14,8 @@ from engine.errors import ConfigError
 from engine.geometry import KVGroup
 from engine.kv_events import CacheEvents, KvPublisher
 from tests.support.engine.scheduling import two_groups
-from tests.support.engine.worlds import World, run_worlds, simulate
+from tests.support.engine.world_runs import run_worlds, simulate
+from tests.support.engine.worlds import World
 
 pytestmark = pytest.mark.pure
 

@@ -19,7 +19,9 @@ from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.protocol import AbortReason, FinishReason, MediaEnd, MediaItem, MediaPiece, Output
 from tests.support.engine.scheduling import SchedulerConfig, one_token_each, request_of, scheduler_of
-from tests.support.engine.worlds import World, check_ends, simulate
+from tests.support.engine.world_checks import check_ends
+from tests.support.engine.world_runs import simulate
+from tests.support.engine.worlds import World
 
 pytestmark = pytest.mark.pure
 
@@ -213,7 +215,7 @@ def crowded_world(seed: int) -> World:
 def test_the_first_gets_the_encoders_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where pages are so few that the first in order preempts another before each try, all end: the readmitted one starts no
     encodes before the first's. Planted fault: it starts them, and in some world the first finds the encoders busy for ever."""
-    monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1500)
+    monkeypatch.setattr("tests.support.engine.world_runs._MAX_STEPS", 1500)
     seeds = range(10)
     for world in map(crowded_world, seeds):
         check_ends(world, simulate(world))

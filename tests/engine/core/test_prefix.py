@@ -12,7 +12,7 @@ from engine.plan import StepPlan
 from engine.protocol import AbortReason, GenerateRequest, SamplingParams
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of, step, two_groups
-from tests.support.engine.worlds import check_pages
+from tests.support.engine.world_checks import check_pages
 
 pytestmark = pytest.mark.pure
 

@@ -25,7 +25,9 @@ from engine.protocol import (
 from tests.support.engine.kvmachine import KVFault, KVMachine
 from tests.support.engine.plans import decode_rows, listed, result_of
 from tests.support.engine.scheduling import SchedulerConfig, finish, one_token_each, request_of, scheduler_of, step, two_groups
-from tests.support.engine.worlds import STOP, bound_of, run_worlds
+from tests.support.engine.world_checks import bound_of
+from tests.support.engine.world_runs import run_worlds
+from tests.support.engine.worlds import STOP
 
 pytestmark = pytest.mark.pure
 
@@ -40,6 +42,7 @@ def test_random_worlds() -> None:
     print(f"{WORLDS} worlds: {dict(seen)}")
     names = ["preemptions", "refused", "aborted", "failed", "rejected", "masked", "draft_masks", "forked", "hit_tokens", "evicted"]
     names += ["prompt_logprobs", "late_masks", "slow_masks", "dropped_masks", "grammar_failures", "forced_ends", "encodes", "spans"]
+    names += ["adapted", "shown_thinking"]
     assert min(seen[name] for name in names) > WORLDS // 20, seen
     assert seen["dropped_ends"] > WORLDS // 100, seen
 

@@ -1,11 +1,12 @@
 """Planted faults that must show in the random worlds of test_scheduler.py: one for each thing that these check."""
 
 from collections.abc import Callable
+from itertools import combinations
 
 import numpy as np
 import pytest
 
-from engine.core import prefix, results
+from engine.core import prefix, requests, results
 from engine.core.allocator import Allocator
 from engine.core.masks import MaskedRow, Masks, MaskState, ThoughtLimit
 from engine.core.pages import PagePool
@@ -16,8 +17,10 @@ from engine.core.sequence import MediaState, Sequence
 from engine.geometry import KVGroup
 from engine.plan import StepPlan
 from engine.protocol import FinishReason, PromptLogprobs
-from tests.support.engine import draws
-from tests.support.engine.worlds import World, check_ends, simulate
+from tests.support.engine import draws, worlds
+from tests.support.engine.world_checks import check_ends
+from tests.support.engine.world_runs import simulate
+from tests.support.engine.worlds import World
 
 pytestmark = pytest.mark.pure
 
@@ -34,7 +37,7 @@ def window_a_token_short(patch: Patch) -> None:
         return range((max(0, start - self.window + 2) // self.page) if self.window else pages.start, pages.stop)
 
     patch.setattr(KVGroup, "pages_for", hasty)
-    patch.setattr("tests.support.engine.worlds.check_windows", lambda scheduler: None)
+    patch.setattr("tests.support.engine.world_runs.check_windows", lambda scheduler: None)
 
 
 def pages_held_past_their_window(patch: Patch) -> None:
@@ -127,6 +130,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "rows behind a cut go on": lambda patch: patch.setattr(Sequence, "step_back", lambda self: None),
     "rows run before their masks": lambda patch: patch.setattr(MaskState, "update_wait", lambda self: self.sequence.waits.clear()),
     "spans cut by chunks": lambda patch: patch.setattr(MediaState, "last_end", lambda self, end: end),
+    "another adapter's pages": lambda patch: patch.setattr(requests, "root_key", lambda salt, adapter: prefix.root_key(salt)),
     "another picture's pages": lambda patch: patch.setattr(prefix, "_media_by_page", lambda media, page: {}),
 }  # fmt: skip
 
@@ -135,7 +139,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
 def test_a_fault_shows_in_random_worlds(monkeypatch: Patch, fault: str) -> None:
     """Three of the first few hundred worlds end otherwise, or not at all."""
     FAULTS[fault](monkeypatch)
-    monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
+    monkeypatch.setattr("tests.support.engine.world_runs._MAX_STEPS", 1000)
     shown = 0
     for world in map(World, range(WORLDS)):
         try:
@@ -147,8 +151,36 @@ def test_a_fault_shows_in_random_worlds(monkeypatch: Patch, fault: str) -> None:
     pytest.fail(f"{shown} of {WORLDS} worlds show it")
 
 
-def test_chances_of_worlds_are_independent() -> None:
-    """Media and thoughts meet as often as two independent draws. Planted: one round of mixing, with which they never do."""
+def pairs_that_do_not_meet(seeds: range) -> list[tuple[str, str]]:
+    """Pairs of features that far fewer or far more of these worlds have than of independent draws."""
+    features = [worlds.features_of(seed) for seed in seeds]
+    odd = []
+    for one, other in combinations(worlds.FEATURES, 2):
+        expected = len(seeds) * worlds.FEATURES[one] * worlds.FEATURES[other]
+        met = sum(one in found and other in found for found in features)
+        if abs(met - expected) > 5 * expected**0.5:
+            odd.append((one, other))
+    return odd
+
+
+def test_any_two_features_of_worlds_meet(monkeypatch: Patch) -> None:
+    """As often as independent draws do. Planted: one draw for all features."""
+    assert pairs_that_do_not_meet(range(4000)) == []
+    monkeypatch.setattr(worlds, "crc32", lambda name: 0)
+    assert len(pairs_that_do_not_meet(range(4000))) > 50
+
+
+def test_features_meet_in_requests() -> None:
+    """A request with its own adapter, with media and with a budget of thought, in a KV cache of fp8 with drafts."""
+    wanted = {"fp8 KV", "adapters", "media", "thoughts", "drafts"}
+    found = [World(seed) for seed in range(2000) if wanted <= worlds.features_of(seed)]
+    asked = [request for world in found for request in world.requests]
+    assert any(request.adapter >= 0 and request.media and request.params.thought for request in asked)
+    assert all(world.groups[0].dtype == "float8_e4m3fn" and world.config.drafts for world in found)
+
+
+def test_chances_are_independent() -> None:
+    """Two draws of a seed. Planted: one round of mixing, with which these two are never both true."""
 
     def met(mixed: Callable[..., int]) -> float:
         return sum(mixed(seed, 9) < 0.4 * 2**32 and mixed(seed, 7) < 0.3 * 2**32 for seed in range(20_000)) / 20_000

@@ -16,6 +16,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from engine.adapters import NO_ADAPTER
 from engine.geometry import KVGroup
 from engine.plan import Admission, PromptRow, ResultRow, StepPlan, StepResult, encode_plan
 from engine.protocol import MediaItem, PromptLogprobs
@@ -32,6 +33,11 @@ class KVFault(AssertionError):
 def identity(before: int, token: int) -> int:
     """Of a prefix, from the identity of all of it but its last token."""
     return ((before ^ (token + 1)) * 0x5851F42D4C957F2D + 0x14057B7EF767814F) & _MASK
+
+
+def root_of(adapter: int) -> int:
+    """Of no tokens: nothing that another adapter computes is the same."""
+    return 0 if adapter == NO_ADAPTER else identity(1 << 40, adapter)
 
 
 def logprob_of(prefix: int) -> float:
@@ -145,7 +151,7 @@ class KVMachine:
             self.tables[release.group][release.slot][release.first : release.first + release.count] = [0] * release.count
         held = {slot: [table[slot] for table in self.tables] for slot in (admission.slot for admission in plan.admissions)}
         for admission in plan.admissions:
-            slot, before = admission.slot, 0
+            slot, before = admission.slot, root_of(admission.adapter)
             self.admitted[slot] = admission
             self.number[slot], self.length[slot], self.seed[slot] = admission.number, admission.cached, admission.params.seed
             prefixes, self.encoded[slot] = self.prefixes[slot], set()
