@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from msgspec import Raw
+from msgspec import UNSET, Raw
 
 from deploy.edge import raw_json
 from deploy.edge.form_reader import _fields
@@ -32,6 +32,21 @@ def test_a_small_value_is_small() -> None:
     assert raw_json.read_small(Raw(b"1" * 64), "seed", raw_json.ANYTHING, 64) == int("1" * 64)
     with pytest.raises(InvalidRequest, match="seed: more than 64 bytes"):
         raw_json.read_small(Raw(b"1" * 65), "seed", raw_json.ANYTHING, 64)
+
+
+def test_raw_json_is_kept_on_one_line() -> None:
+    """Nothing else of the body stays with it; null and an absent key are nothing."""
+    assert raw_json.copied(Raw(b'{ "a":\n [1, 2] }')) == Raw(b'{"a":[1,2]}')
+    assert raw_json.copied(Raw(b" null")) is None
+    assert raw_json.copied(UNSET) is None
+
+
+@pytest.mark.parametrize(("key", "param"), [("tools[0].name", "tools"), ("", None)])
+def test_what_is_no_json_names_its_key(key: str, param: str | None) -> None:
+    """The whole body has none."""
+    with pytest.raises(InvalidRequest, match="not JSON") as caught:
+        raw_json.decode(Raw(b"{"), key, raw_json.ANYTHING)
+    assert caught.value.param == param
 
 
 def test_a_form_ends_with_its_closing_boundary() -> None:
