@@ -9,6 +9,7 @@ import pytest
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.core.step_budget import (
+    MOST_PASSED,
     OLDEST_EVERY,
     POLICIES,
     DecodeRows,
@@ -398,3 +399,22 @@ def test_steps_that_were_short_excuse_one_late_step_at_most() -> None:
     assert budget.holds_encodes
     budget.forget_lateness()
     assert not budget.holds_encodes
+
+
+def test_the_oldest_comes_first_when_others_had_three_times_its_time() -> None:
+    """Of prompts' time, without what decode rows take; never before three steps have passed it, always after MOST_PASSED."""
+    budget = StepBudget(POLICIES["fair"], 2048, TIMES, None, 40.0)
+    budget._decodes = DecodeRows(32, 32_000)
+    oldest = Prompt(8000, 0)
+    time = budget._estimate([Prompt(budget._enough(oldest, 2048), 0)])
+    fair_ms = 3 * (time.ms - time.decode_ms)
+    cases = [(2, 2 * fair_ms, False), (3, 0.99 * fair_ms, False), (3, 1.01 * fair_ms, True), (MOST_PASSED, 0.0, True)]
+    for budget._passed, budget._passed_ms, first in cases:
+        assert budget._oldest_first(oldest, 2048) is first, budget._passed
+
+
+def test_a_quarter_of_a_step_is_for_prompts() -> None:
+    """Of 8 rows what decode rows leave, or two; of two rows one."""
+    of_eight, of_two = (StepBudget(POLICIES["fair"], rows, None, None, None) for rows in (8, 2))
+    assert [of_eight.prompt_tokens(decodes) for decodes in (0, 5, 6, 7, 8)] == [8, 3, 2, 2, 2]
+    assert [of_two.prompt_tokens(decodes) for decodes in (0, 1, 2)] == [2, 1, 1]
