@@ -246,6 +246,15 @@ def test_a_single_number_is_always_chosen() -> None:
     assert set(serve(DraftPolicy((3,), SIZES, ()), small, steady(100, 0.0, 200)).drafts) == {3}
 
 
+def test_a_new_number_is_measured_by_its_median() -> None:
+    """Of steps without prompt tokens and of those with some, each kind apart."""
+    rows = RowTimes([10.0, 12.0], 1)
+    for ms in (20.0, 90.0, 30.0):
+        rows.add(ms, 0.0)
+    rows.add(50.0, 5.0)
+    assert rows.ms.tolist() == [[0.0, 30.0], [0.0, 45.0]]
+
+
 def test_switches_are_counted_from_none() -> None:
     """By cause; a single number is never switched."""
     assert DraftPolicy(OPTIONS, SIZES, points(small)).switches == {"better": 0, "off": 0, "on": 0}
