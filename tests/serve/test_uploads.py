@@ -20,7 +20,7 @@ from tests.support.edge.api_client import chat_body
 from tests.support.media_files import film, moving, saved
 from tests.support.stack.serve_process import Stack
 
-pytestmark = [pytest.mark.serve, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.serve, pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PICTURE = saved(Image.new("RGB", (64, 64), "blue"), "PNG")
 PIECE = 64 << 10
@@ -154,7 +154,6 @@ def test_many_large_uploads_pass_or_are_refused_before_they_are_sent(stack: Stac
     assert wasted <= 0.05 * total
 
 
-@pytest.mark.slow
 def test_a_body_of_films_holds_up_nobody(stack: Stack) -> None:
     """32 films in a body: another client's pictures, and 99 in 100 of its texts, take at most twice their quiet time."""
     films = [part("video", film(moving(96, 640, 480), "libx264", "mp4"))] * 32
