@@ -57,6 +57,7 @@ from engine.front.text import TextProcessor
 from engine.quantisation import read_quantisation
 
 FLUSH_S = 0.3
+JOIN_S = 10.0
 DRAIN_MARGIN_S = 10.0  # beyond the deadline of the last request: a replica that goes (fewer replicas, a new build) cuts no answer
 
 logger = logging.getLogger("ray.serve")
@@ -191,6 +192,9 @@ class Quartet:
         self._heartbeats = self._start_heartbeats(exporter_url)
         if self._registry is not None:
             self._beats = asyncio.ensure_future(beat_for_ever(self._quotas, self._service.admission, replica.app_name))
+            if self._keys is not None:
+                with contextlib.suppress(TimeoutError):  # until then it would allow every quota whole
+                    await asyncio.wait_for(self._quotas.joined.wait(), JOIN_S)
 
     def _start_heartbeats(self, exporter_url: str) -> HeartbeatSender | None:
         """Have Prometheus find the exporter at `exporter_url`."""

@@ -86,7 +86,9 @@ def test_replicas_beat_through_discovery(monkeypatch: pytest.MonkeyPatch) -> Non
         admissions = [AdmissionControl(ReadyEngine(), 20, 500, 1 << 40) for _ in range(2)]
         replicas = [ReplicaQuotas(centre(actor, f"r{number}")) for number in range(2)]
         beats = [asyncio.ensure_future(beat_for_ever(*pair, "app")) for pair in zip(replicas, admissions, strict=True)]
+        assert not any(replica.joined.is_set() for replica in replicas)
         await asyncio.sleep(0.1)
+        assert all(replica.joined.is_set() for replica in replicas)
         for replica in replicas:
             replica.change({"alice": Quota(concurrent=1, tokens=100)})
         grant = await replicas[0].open("alice")

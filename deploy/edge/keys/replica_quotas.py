@@ -3,6 +3,7 @@
 While the centre does not answer, each replica counts by itself: of n replicas, each allows an n-th of every quota.
 """
 
+import asyncio
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class RequestGrant:
 class ReplicaQuotas:
     def __init__(self, centre: Centre | None = None) -> None:
         self._centre = centre
+        self.joined = asyncio.Event()  # the centre knows this replica, and has said how many there are
         self._answers = False  # the centre, in its last call
         self._replicas = 1
         self._quotas: dict[str, Quota] = {}
@@ -118,6 +120,7 @@ class ReplicaQuotas:
         except CentreLost:
             return {}
         self._answers = True
+        self.joined.set()
         if beat.replicas != self._replicas:
             self._replicas = beat.replicas
             self._cut()
