@@ -25,7 +25,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _Rank = Annotated[int, Meta(ge=1, le=MAX_RANK)]
 _Alpha = Annotated[float, Meta(ge=-1e6, le=1e6)]
 
-AdapterName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\s/\\][^\s\\]*$")]
+NAME = r"[^\s/\\][^\s\\]*"
+AdapterName = Annotated[str, Meta(min_length=1, max_length=256, pattern=f"^{NAME}$")]
 AdapterFolder = Annotated[str, Meta(pattern="^/")]  # replicas run in folders of their own
 AdapterFolders = Annotated[dict[AdapterName, AdapterFolder], Meta(max_length=MAX_ADAPTERS)]
 

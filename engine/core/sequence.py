@@ -90,7 +90,7 @@ class Sequence(msgspec.Struct, eq=False):
     pages: PageState
     drafts: DraftState
     media: MediaState
-    adapter: int = NO_ADAPTER  # index among the settings' adapters
+    adapter: int = NO_ADAPTER  # its id
     committed: int = 0
     planned: int = 0
     number: int = 0  # of its admission; 0 while it waits, and after it has stepped back

@@ -16,7 +16,7 @@ from deploy.cli.main import main
 from engine.adapters import MAX_RANK, read_adapter
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import Geometry, read_geometry
-from engine.rank.adapter_stacks import load_adapters
+from engine.rank.adapter_store import load_adapters
 from engine.rank.load import adapter_tensors
 from engine.rank.load.adapter_tensors import AdapterTensors, map_adapter
 from engine.rank.load.loader import load

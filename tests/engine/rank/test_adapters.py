@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.geometry import Geometry, read_geometry
 from engine.quantisation import read_quantisation
-from engine.rank.adapter_stacks import load_adapters
+from engine.rank.adapter_store import load_adapters
 from engine.rank.load.loader import load
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
