@@ -15,6 +15,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from msgspec import Raw, Struct
 from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
 from deploy.edge.absent_routes import why_absent
@@ -214,19 +215,19 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _add_adapters(app: FastAPI, service: Service) -> None:
-    @app.post(LOAD_ADAPTER.path, openapi_extra=_body(LOAD_READER.kind))
+    @app.post(LOAD_ADAPTER.path, response_class=PlainTextResponse, openapi_extra=_body(LOAD_READER.kind))
     async def load(request: Request) -> Response:
         async with _admitted(service, request):
             asked = LOAD_READER.read(await _body_of(request))
             await service.adapters.load(asked.lora_name, asked.lora_path, in_place=asked.load_inplace)
-            return Response(f"Success: LoRA adapter '{asked.lora_name}' added successfully.", media_type="text/plain")
+            return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
-    @app.post(UNLOAD_ADAPTER.path, openapi_extra=_body(UNLOAD_READER.kind))
+    @app.post(UNLOAD_ADAPTER.path, response_class=PlainTextResponse, openapi_extra=_body(UNLOAD_READER.kind))
     async def unload(request: Request) -> Response:
         async with _admitted(service, request):
             asked = UNLOAD_READER.read(await _body_of(request))
             service.adapters.unload(asked.lora_name)
-            return Response(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.", media_type="text/plain")
+            return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
 
 def _add_metrics(app: FastAPI, page: tuple[str, Callable[[], bytes]]) -> None:

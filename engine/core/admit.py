@@ -100,7 +100,8 @@ class Admissions:
         candidates = self.candidates()
         if not candidates:
             return
-        page_budget, passed = AdmissionBudget(self._requests), []
+        page_budget = AdmissionBudget(self._requests)
+        passed: list[Sequence] = []
         prefills = [sequence for sequence in self._requests.running if sequence.committed < sequence.target]
         for sequence in self._with_adapters(candidates, passed):
             if not self._requests.free_slots:
