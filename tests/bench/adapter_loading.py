@@ -1,6 +1,6 @@
-"""What streams notice of an adapter that is loaded beside them: the longest gap between captured steps, and whether its bytes are right.
+"""What streams notice of an adapter that is loaded beside them: the longest gap between steps, and whether its bytes are right.
 
-python -m tests.bench.adapter_loading --model dummy:31b --shard-of 2 --rank 64      a rank's shard, of which only adapters have memory
+python -m tests.bench.adapter_loading --model dummy:31b --shard-of 2 --rank 32     of a rank's shard only adapters have memory
 
 A thread replays a graph of some milliseconds, as a rank does, and times each; the loader's threads read a folder of random numbers,
 and copy it to a slot, three times over. What the slot holds then is compared with what host memory has.
@@ -68,7 +68,7 @@ class Steps:
 
     def _work(self) -> None:
         for _ in range(20 if self._device.type == "cuda" else 1):
-            self._rows @ self._rows
+            torch.mm(self._rows, self._rows)
 
     def _run(self) -> None:
         last = time.perf_counter()
