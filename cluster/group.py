@@ -86,14 +86,14 @@ class Group:
         for index in range(tp + 1):
             parent_end, child_end = socket.socketpair()
             with child_end, contextlib.ExitStack() as ends:
-                own = self._adapter_socket(ends) if index < tp and self.config.max_adapters else []
+                own = self._adapter_socket(index, ends)
                 args = BootArgs(
                     index=index,
                     tp=tp,
                     parent=os.getpid(),
                     lifeline=child_end.fileno(),
                     front=core.fileno() if index == tp else -1,
-                    adapters=own[0] if own else -1,
+                    adapters=max(own, default=-1),
                     spin=spin_polls(tp, len(os.sched_getaffinity(0))),
                     **files,
                 )
@@ -104,8 +104,10 @@ class Group:
                     parent_end.close()
                     raise
 
-    def _adapter_socket(self, ends: contextlib.ExitStack) -> list[int]:
-        """Make a rank's socket for adapters; returns the descriptor of its end, which `ends` closes."""
+    def _adapter_socket(self, index: int, ends: contextlib.ExitStack) -> list[int]:
+        """Make a rank's socket for adapters, if some may be loaded later; returns the descriptor of its end, which `ends` closes."""
+        if index == self.config.tp or not self.config.max_adapters:
+            return []
         ours, theirs = socket.socketpair()
         self.adapter_sockets.append(ours)
         return [ends.enter_context(theirs).fileno()]

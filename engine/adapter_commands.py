@@ -36,7 +36,7 @@ class DropAdapter(FrozenStruct, tag="drop"):
 
 
 class CommandDone(FrozenStruct):
-    """`error`: a sentence for whoever asked; the adapter was not read."""
+    """`error`: a sentence for the client that asked; the adapter was not read."""
 
     number: int
     error: str | None = None

@@ -117,7 +117,7 @@ class EngineSettings(FrozenStruct, kw_only=True):
     max_rank: Annotated[int, Meta(ge=1, le=MAX_RANK)] = 16
     """largest rank of an adapter where max_adapters is set"""
     max_host_adapters: Annotated[int, Meta(ge=0, le=1024)] = 0
-    """adapters that are loaded at once, all of them in host memory; 0: as many as max_adapters"""
+    """adapters that are loaded at once, all of them in host memory; 0: max_adapters of them"""
     graphs: bool = True
     """on a GPU, capture steps as CUDA graphs at start and replay them; those with thousands of prompt tokens, and those that report
     logprobs of prompts, run without"""

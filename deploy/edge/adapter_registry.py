@@ -70,7 +70,7 @@ class AdapterRegistry:
             await asyncio.shield(self._start(self._load(name, str(folder))))
 
     def unload(self, name: str) -> None:
-        """Refuse new requests of that adapter; those that it has go on. ModelNotFound: there is none; Forbidden: as for `load`."""
+        """Refuse new requests of that adapter; those that it has go on. ModelNotFound: it is not served; Forbidden: as for `load`."""
         self._check_allowed()
         if name not in self._ids:
             raise ModelNotFound(name)
@@ -81,7 +81,8 @@ class AdapterRegistry:
             raise Forbidden("Adapters are loaded and unloaded only where the config sets max_adapters and adapter_folder.")
 
     def _folder(self, path: str) -> Path:
-        """The folder that a request names. InvalidRequest: it is none, or not below adapter_folder."""
+        """The folder that a request names. InvalidRequest: there is no such folder, or it is not below
+        adapter_folder."""
         self._check_allowed()
         assert self._settings.adapter_folder is not None
         root = Path(self._settings.adapter_folder)
@@ -176,7 +177,7 @@ class AdapterRegistry:
         self._held -= 1
 
     def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Run it to its end, whoever waits for it."""
+        """Run it to its end, even if the client that waits for it leaves."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

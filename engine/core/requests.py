@@ -5,7 +5,7 @@ received = finished + refused + aborted + failed + (waiting + running), always.
 
 import bisect
 
-from engine.core.adapter_slots import AdapterSlots
+from engine.adapter_slots import AdapterSlots
 from engine.core.allocator import Allocator
 from engine.core.pending import PendingTransfers
 from engine.core.prefix import root_key

@@ -17,8 +17,8 @@ from itertools import takewhile
 
 import msgspec
 
+from engine.adapter_slots import AdapterSlots
 from engine.config import EngineConfig
-from engine.core.adapter_slots import AdapterSlots
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator
 from engine.core.draft_policy import DraftPolicy

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from engine.adapter_slots import AdapterSlots
 from engine.adapters import NO_ADAPTER
-from engine.core.adapter_slots import AdapterSlots
 from engine.core.scheduler import Scheduler
 from engine.protocol import SamplingParams
 from tests.support.engine.kvmachine import KVMachine
