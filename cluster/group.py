@@ -105,7 +105,7 @@ class Group:
                     raise
 
     def _adapter_socket(self, index: int, ends: contextlib.ExitStack) -> list[int]:
-        """Make a rank's socket for adapters, if some may be loaded later; returns the descriptor of its end, which `ends` closes."""
+        """Make a rank's socket for adapters, if some may be loaded later; returns the descriptor of its end. `ends` closes it."""
         if index == self.config.tp or not self.config.max_adapters:
             return []
         ours, theirs = socket.socketpair()

@@ -70,7 +70,7 @@ class AdapterRegistry:
             await asyncio.shield(self._start(self._load(name, str(folder))))
 
     def unload(self, name: str) -> None:
-        """Refuse new requests of that adapter; those that it has go on. ModelNotFound: it is not served; Forbidden: as for `load`."""
+        """Refuse new requests of that adapter; those that it has go on. ModelNotFound: it is not served; Forbidden: as `load`."""
         self._check_allowed()
         if name not in self._ids:
             raise ModelNotFound(name)
