@@ -67,7 +67,7 @@ def ask(stack: Stack, name: str) -> tuple[str, str]:
 
 
 def test_an_adapter_is_loaded_while_others_answer(stack: Stack, models: tuple[Models, dict[str, str]]) -> None:
-    """By a request, in a third adapter's room for two: all of them and the model at once then answer as transformers does; unloaded,
+    """By a request, in the third of two slots: all of them and the model at once then answer as transformers does; unloaded,
     its name is a 404, and the others still answer."""
     text = TextProcessor.load(resolve("nano:31b"))
     wanted = {name: greedy(model, text) for name, model in models[0].items()}
