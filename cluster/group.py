@@ -2,6 +2,7 @@
 
     Group.boot(config)   memory -> spawn the ranks and the core -> handshake -> ready; or an error, with nothing left over
     group.front_socket   where an EngineClient attaches
+    group.adapter_sockets   where RankLinks attaches: one a rank, if adapters may be loaded later
     group.close()        orderly; group.kill() at once. Neither leaves a process, descriptor or name in a file system
 
 Everything shared, torch.distributed's rendezvous included, is an anonymous file whose descriptor the children inherit: a kill
@@ -47,6 +48,7 @@ class Group:
         self.config = config
         self.attention = attention
         self.front_socket = front
+        self.adapter_sockets: list[socket.socket] = []
         self.children: list[Child] = []
         self.pages: tuple[int, ...] = ()
         self._memory = status
@@ -83,22 +85,32 @@ class Group:
         files: dict[str, Any] = {**shared, "store": f"/proc/self/fd/{shared['store']}"}
         for index in range(tp + 1):
             parent_end, child_end = socket.socketpair()
-            with child_end:
+            with child_end, contextlib.ExitStack() as ends:
+                own = self._adapter_socket(index, ends)
                 args = BootArgs(
                     index=index,
                     tp=tp,
                     parent=os.getpid(),
                     lifeline=child_end.fileno(),
                     front=core.fileno() if index == tp else -1,
+                    adapters=max(own, default=-1),
                     spin=spin_polls(tp, len(os.sched_getaffinity(0))),
                     **files,
                 )
-                inherited = [args.lifeline, *shared.values(), *([args.front] if index == tp else [])]
+                inherited = [args.lifeline, *own, *shared.values(), *([args.front] if index == tp else [])]
                 try:
                     self.children.append(children.spawn(args, parent_end, inherited, self.config.device, command))
                 except BaseException:
                     parent_end.close()
                     raise
+
+    def _adapter_socket(self, index: int, ends: contextlib.ExitStack) -> list[int]:
+        """Make a rank's socket for adapters, if some may be loaded later; returns the descriptor of its end. `ends` closes it."""
+        if index == self.config.tp or not self.config.max_adapters:
+            return []
+        ours, theirs = socket.socketpair()
+        self.adapter_sockets.append(ours)
+        return [ends.enter_context(theirs).fileno()]
 
     def _handshake(self) -> None:
         ranks = self.children[: self.config.tp]
@@ -157,6 +169,8 @@ class Group:
             self._last = self._read()
             still_running = children.kill(self.children)
             self.front_socket.close()
+            for sock in self.adapter_sockets:
+                sock.close()
             self._memory.release()
         if still_running:
             logger.error("still running %g s after SIGKILL: %s", children.KILL_WAIT_S, ", ".join(still_running))

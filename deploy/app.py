@@ -53,6 +53,7 @@ from engine.config import EngineConfig
 from engine.events import to_each
 from engine.front.client import EngineClient
 from engine.front.grammar_check import GrammarCheck
+from engine.front.rank_links import RankLinks
 from engine.front.text import TextProcessor
 from engine.quantisation import read_quantisation
 
@@ -159,12 +160,16 @@ class Quartet:
         self._client = EngineClient(group.front_socket, sink=to_each(self._exporter, self._demand))
         self._exporter.read_gauges = partial(read_gauges, group, self._client)
         await self._client.start()
+        links = RankLinks(group.adapter_sockets) if group.adapter_sockets else None
+        if links is not None:
+            await links.start()
         alike = {name: getattr(settings, name) for name in ServiceSettings.__struct_fields__ if hasattr(settings, name)}
         told = served_names(os.environ)
         served = ServiceSettings(
             others=tuple((other.name, other.max_len) for other in told if other.name not in settings.served),
             vocab=config.geometry.vocab,
             defaults=Defaults.read(folder),
+            most_adapters=config.most_adapters,
             media_kinds=media_kinds(self._encoders, text),
             row_samples=audio_row_samples(self._encoders),
             weight_format=weights,
@@ -182,7 +187,9 @@ class Quartet:
             media_preparer=self._media_preparer,
             about={"metrics": exporter_url, "attention": str(group.attention)},
             metrics=self._exporter.page if metrics.on_api else None,
+            rank_links=links,
         )
+        await self._service.adapters.check_all()
         raylet = int(os.environ["RAY_RAYLET_PID"])  # Ray sets it in its workers
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet)
         self._watcher.start()

@@ -102,6 +102,9 @@ class Settings(EngineSettings, kw_only=True):
     keys: KeySettings = KeySettings()
     logs: LogSettings = LogSettings()
     tracing: TracingSettings = TracingSettings()
+    adapter_folder: AbsolutePath | None = None
+    """folder, on every node with replicas, below which /v1/load_lora_adapter may load adapters, with API keys by those that have
+    the right adapters; needs max_adapters; none: it loads none"""
     wait_for_nodes: bool = False
     """do not refuse when no node can hold a group now: the cluster starts GPU nodes on demand"""
     build: str = ""

@@ -21,11 +21,13 @@ MAX_ADAPTERS = 64
 MAX_RANK = 512
 NO_ADAPTER = -1  # the index of the model itself
 _CONFIG = "adapter_config.json"
+_CONFIG_BYTES = 1 << 20  # of adapter_config.json, at most
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _Rank = Annotated[int, Meta(ge=1, le=MAX_RANK)]
 _Alpha = Annotated[float, Meta(ge=-1e6, le=1e6)]
 
-AdapterName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\s/\\][^\s\\]*$")]
+NAME = r"[^\s/\\][^\s\\]*"
+AdapterName = Annotated[str, Meta(min_length=1, max_length=256, pattern=f"^{NAME}$")]
 AdapterFolder = Annotated[str, Meta(pattern="^/")]  # replicas run in folders of their own
 AdapterFolders = Annotated[dict[AdapterName, AdapterFolder], Meta(max_length=MAX_ADAPTERS)]
 
@@ -81,8 +83,11 @@ class AdapterConfig:
 
 def read_adapter(name: str, folder: Path) -> AdapterConfig:
     """Read and check adapter_config.json. CheckpointError names the adapter and the key that we do not serve."""
+    path = folder / _CONFIG
+    if path.exists() and not (path.is_file() and path.stat().st_size <= _CONFIG_BYTES):
+        raise CheckpointError(f"adapters.{name}: {path} is no file of at most {_CONFIG_BYTES} bytes")
     try:
-        given = read_json(folder / _CONFIG)
+        given = read_json(path)
     except CheckpointError as error:
         raise CheckpointError(f"adapters.{name}: {error}") from error
     if not isinstance(given, dict):

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.adapters import AdapterFolders, read_adapter
+from engine.adapters import MAX_ADAPTERS, MAX_RANK, AdapterFolders, read_adapter
 from engine.architectures import Architecture, architecture_of
 from engine.attention import BACKENDS
 from engine.attention.backend_entry import RowKind
@@ -110,7 +110,14 @@ class EngineSettings(FrozenStruct, kw_only=True):
     mtp: Mtp = Mtp()
     adapters: AdapterFolders = msgspec.field(default_factory=dict)
     """LoRA adapters: the name that clients call one by as their `model`, and its folder as PEFT saves it, on every node with
-    replicas; all of them are on the device from the start"""
+    replicas"""
+    max_adapters: Annotated[int, Meta(ge=0, le=MAX_ADAPTERS)] = 0
+    """adapters on the device at once, each with room for max_rank at every matrix; others wait in host memory, and the least
+    recently used one makes room; 0: those of `adapters`, with room for what they have, and none is loaded later"""
+    max_rank: Annotated[int, Meta(ge=1, le=MAX_RANK)] = 16
+    """largest rank of an adapter where max_adapters is set"""
+    max_host_adapters: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """adapters that are loaded at once, all of them in host memory; 0: max_adapters of them"""
     graphs: bool = True
     """on a GPU, capture steps as CUDA graphs at start and replay them; those with thousands of prompt tokens, and those that report
     logprobs of prompts, run without"""
@@ -174,6 +181,16 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dic
         return self.longest_step_ms
 
     @property
+    def adapter_slots(self) -> int:
+        """Adapters on the device at once."""
+        return self.max_adapters or len(self.adapters)
+
+    @property
+    def most_adapters(self) -> int:
+        """Adapters that are loaded at once."""
+        return max(self.adapter_slots, self.max_host_adapters)
+
+    @property
     def measures_steps(self) -> bool:
         """Ranks measure at boot what their steps take: a limit or a target needs it."""
         return self.max_len >= LEAST_MEASURED and not (self.step_limit_ms is None and self.tpot_target_ms is None)
@@ -202,9 +219,17 @@ def engine_config(**settings: object) -> EngineConfig:
         raise ConfigError(f"engine settings: {error}") from error
     _check_model(config)
     read_quantisation(Path(config.model), config.weights)
+    _check_adapters(config)
+    return config
+
+
+def _check_adapters(config: EngineConfig) -> None:
+    if config.max_host_adapters and not config.max_adapters:
+        raise ConfigError(f"max_host_adapters {config.max_host_adapters}: max_adapters says how many of them the device holds")
+    if len(config.adapters) > config.most_adapters:
+        raise ConfigError(f"adapters names {len(config.adapters)}; max_host_adapters allows {config.most_adapters}")
     for name, folder in config.adapters.items():
         read_adapter(name, Path(folder))
-    return config
 
 
 def _check_model(config: EngineConfig) -> None:

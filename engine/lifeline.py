@@ -37,8 +37,9 @@ class BootArgs(FrozenStruct, kw_only=True):
     descriptors by purpose.
 
     `plan` is the ring core -> ranks, `masks` another for the masks of its steps, `media` for what they encode; `result` the ring
-    rank 0 -> core; `reduce` the CPU all-reduce memory; `front` the core's message socket; `store` a file for torch.distributed's
-    rendezvous. `spin`: polls a ring reader may make before it sleeps.
+    rank 0 -> core; `reduce` the CPU all-reduce memory; `front` the core's message socket; `adapters` a rank's
+    socket for `engine.adapter_commands`, -1: it has none; `store` a file for torch.distributed's rendezvous. `spin`: polls a ring
+    reader may make before it sleeps.
     """
 
     index: int
@@ -52,6 +53,7 @@ class BootArgs(FrozenStruct, kw_only=True):
     result: int
     reduce: int
     front: int
+    adapters: int = -1
     store: str
     spin: int
 
@@ -201,6 +203,18 @@ class Lifeline:
         assert isinstance(message, kind), message
         return message
 
+    def fail(self, error: BaseException) -> NoReturn:
+        """Report an error to the replica, which ends the group, and exit; from any thread."""
+        user = isinstance(error, QuartetError)
+        text = str(error) if user else f"{type(error).__name__}: {error}"
+        trace = text if user else "".join(traceback.format_exception(error))
+        with contextlib.suppress(OSError):  # the disk of the log may be full
+            sys.stderr.write("".join(f"{self.args.name}: {line}\n" for line in trace.splitlines()))
+            sys.stderr.flush()
+        with contextlib.suppress(OSError):  # the replica may be gone too
+            self.send(Failed(text, user))
+        os._exit(1)
+
     def _watch(self) -> None:
         poll = select.poll()
         poll.register(self._boot.sock, select.POLLRDHUP)
@@ -215,13 +229,5 @@ def run(body: Callable[[Lifeline], None]) -> NoReturn:
     try:
         body(lifeline)
     except BaseException as error:  # noqa: BLE001 - crash only
-        user = isinstance(error, QuartetError)
-        text = str(error) if user else f"{type(error).__name__}: {error}"
-        trace = text if user else "".join(traceback.format_exception(error))
-        with contextlib.suppress(OSError):  # the disk of the log may be full
-            sys.stderr.write("".join(f"{lifeline.args.name}: {line}\n" for line in trace.splitlines()))
-            sys.stderr.flush()
-        with contextlib.suppress(OSError):  # the replica may be gone too
-            lifeline.send(Failed(text, user))
-        os._exit(1)
+        lifeline.fail(error)
     os._exit(0)

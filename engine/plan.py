@@ -87,7 +87,7 @@ class Admission(NamedTuple):
 
     `number` grows with every admission, so that a result can be told from one of the slot's last sequence. `prompt` is the
     length of the prompt proper; `params.min_tokens` counts from there. `cached`: positions whose K and V its pages hold already.
-    `tokens` may be any sequence of integers; a rank reads it as an int32 array. `adapter`: its index among the settings' adapters.
+    `tokens` may be any sequence of integers; a rank reads it as an int32 array. `adapter`: its slot (`AdapterSlots`).
     """
 
     slot: int

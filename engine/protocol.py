@@ -126,7 +126,7 @@ class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
     """Front -> core: generate from `prompt` (token ids, int32). `id` is the front's own and returns in every TokenBatch entry.
 
     `clip`: max_tokens was a default, so it may be lowered to what fits instead of refusing. `salt`: only requests of the same salt
-    share cached prefixes. `priority`: lower ones are served first. `adapter`: index among the settings' adapters, -1: none.
+    share cached prefixes. `priority`: lower ones are served first. `adapter`: its id, -1: none; those of the settings count from 0.
     `client`: whose request it is, as clients take turns.
     `media`: in the order of their positions; their data have come before, as `sent_media`, or (0) they have them.
     """
@@ -173,6 +173,14 @@ class Control(FrozenStruct, tag="control"):
     """Front -> core: `stop` ends the core after the plan in flight; `report` asks for an empty TokenBatch with the load figures."""
 
     action: Literal["stop", "report"]
+
+
+class AdapterChange(FrozenStruct, tag="adapter"):
+    """Front -> core: what every rank has done with an adapter, or `remove`: no new request may have it. `id`: the adapter's own,
+    never used again."""
+
+    action: Literal["add", "placed", "remove"]
+    id: int
 
 
 class Logprobs(FrozenStruct, array_like=True):
@@ -334,15 +342,27 @@ class Load(Counters, kw_only=True):
         return max((pool.usage for pool in self.pools), default=0.0)
 
 
+class AdapterOrders(msgspec.Struct):
+    """What the ranks are to do: copy adapters to slots of the device, (id, slot) each; forget adapters."""
+
+    places: list[tuple[int, int]] = []
+    drops: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.places or self.drops)
+
+
 class TokenBatch(FrozenStruct, kw_only=True):
-    """Core -> front: the outputs since the last one, the requests that were scheduled for the first time, the load figures."""
+    """Core -> front: the outputs since the last one, the requests that were scheduled for the first time, what ranks are to do with
+    adapters, the load figures."""
 
     outputs: list[Output]
     started: list[int] = []
+    adapters: AdapterOrders = msgspec.field(default_factory=AdapterOrders)
     load: Load
 
 
-FrontMessage = GenerateRequest | MediaPiece | MediaEnd | Abort | Control
+FrontMessage = GenerateRequest | MediaPiece | MediaEnd | Abort | Control | AdapterChange
 
 encode_message = msgspec.msgpack.Encoder().encode
 decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode

@@ -26,7 +26,7 @@ def register(commands: Subparsers) -> None:
     parser = command(commands, "key", run, "make an API key, and the line of it for the file of keys", HELP)
     parser.add_argument("what", choices=("new",), help="new: a key that nobody has yet")
     parser.add_argument("--name", required=True, help="its holder: 1 to 64 of A-Z a-z 0-9 . _ -; shown in logs and metrics")
-    parser.add_argument("--rights", metavar="LIST", help="of generate,tokenize,models,docs (default: all)")
+    parser.add_argument("--rights", metavar="LIST", help="of generate,tokenize,models,docs,adapters (default: all but adapters)")
     parser.add_argument("--models", metavar="LIST", help="names that `model` may be in its requests (default: all)")
     parser.add_argument("--requests", metavar="N", help="a minute, at all replicas together (default: no limit)")
     parser.add_argument("--tokens", metavar="N", help="a minute, of prompts and answers (default: no limit)")

@@ -15,7 +15,8 @@ from deploy.edge.response_format import JSON, ResponseFormat, ServedModel
 from deploy.edge.service import Service
 from engine.protocol import FrozenStruct
 
-Right = Literal["open", "generate", "tokenize", "models", "docs", "all"]  # "open": no key is needed; "all": all rights are
+# "open": no key is needed; "all": all rights are that a key has which names none
+Right = Literal["open", "generate", "tokenize", "models", "docs", "adapters", "all"]
 
 
 class HttpEndpoint(FrozenStruct, kw_only=True):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from starlette.types import Scope
 
+from deploy.edge.adapter_requests import LOAD_ADAPTER, UNLOAD_ADAPTER
 from deploy.edge.anthropic.messages_api import COUNT_TOKENS, MESSAGES_API
 from deploy.edge.api import HttpEndpoint, Right
 from deploy.edge.edge_settings import MODELS
@@ -28,7 +29,8 @@ _OTHERS: Mapping[Right, tuple[str, ...]] = {
     "docs": ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
 }
 _OTHER = [HttpEndpoint(path=path, right=right) for right, paths in _OTHERS.items() for path in paths]
-ENDPOINTS: dict[str, HttpEndpoint] = {endpoint.path: endpoint for endpoint in (*GENERATION_APIS, *TOKEN_APIS, *_OTHER)}
+_ALL = (*GENERATION_APIS, *TOKEN_APIS, *_OTHER, LOAD_ADAPTER, UNLOAD_ADAPTER)
+ENDPOINTS: dict[str, HttpEndpoint] = {endpoint.path: endpoint for endpoint in _ALL}
 
 
 def endpoint_of(scope: Scope) -> HttpEndpoint:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from deploy.edge.adapter_registry import AdapterRegistry
 from deploy.edge.ask import AnswerForm, Ask, ChatPrompt, RawPrompts
 from deploy.edge.logit_keys import check_ids, logit_adjustments
 from deploy.edge.media.media_preparer import MediaPreparer, media_items
@@ -47,13 +48,14 @@ class JobBuilder:
     pool: TextPool
     grammars: GrammarCheck
     media_preparer: MediaPreparer
+    adapters: AdapterRegistry
 
     def __post_init__(self) -> None:
         self._markers = Markers.of(self.text)
 
     def check_model(self, name: str | None) -> int:
-        """As `ServiceSettings.adapter`; raises ModelNotFound."""
-        return self.settings.adapter(name)
+        """As `AdapterRegistry.id_of`; raises ModelNotFound."""
+        return self.adapters.id_of(name)
 
     async def job(self, ask: Ask, client: str) -> Job:
         """What goes to the engine; media and grammars in the client's turn. InvalidRequest, ModelNotFound, Overloaded."""

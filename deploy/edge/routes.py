@@ -15,10 +15,12 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from msgspec import Raw, Struct
 from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
 from deploy.edge.absent_routes import why_absent
 from deploy.edge.access_log import AccessLog
+from deploy.edge.adapter_requests import LOAD_ADAPTER, LOAD_READER, UNLOAD_ADAPTER, UNLOAD_READER
 from deploy.edge.admission_control import AdmissionTicket
 from deploy.edge.answer import CompletionResponse
 from deploy.edge.api import GenerationApi, TokenApi
@@ -76,6 +78,7 @@ def create_app(service: Service) -> ASGIApp:
     for tokens in TOKEN_APIS:
         _add_tokens(app, service, tokens)
     _add_models(app, service)
+    _add_adapters(app, service)
     _add_health(app, service)
     if service.metrics is not None:
         _add_metrics(app, service.metrics)
@@ -190,21 +193,41 @@ def _add_models(app: FastAPI, service: Service) -> None:
         name: {"id": name, "object": "model", "created": since, "owned_by": "quartet", "max_model_len": max_len, **more}
         for name, max_len, more in (*own, *others)
     }
-    for name in settings.adapters:
-        cards[name] = {**cards[settings.name], "id": name, "parent": settings.name}
+
+    def listed() -> dict[str, JsonObject]:
+        """Every model's card by name; an adapter's parent is the model."""
+        adapted = {name: {**cards[settings.name], "id": name, "parent": settings.name} for name in service.adapters}
+        return cards | adapted
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         record = record_of(request.scope)
-        return JsonResponse({"object": "list", "data": [card for name, card in cards.items() if record.may_ask(name)]})
+        return JsonResponse({"object": "list", "data": [card for name, card in listed().items() if record.may_ask(name)]})
 
     @app.get("/v1/models/{model:path}")
     async def model(request: Request, model: str) -> Response:
         if not model:
             raise HTTPException(404)
-        if model not in cards or not record_of(request.scope).may_ask(model):
+        found = listed().get(model)
+        if found is None or not record_of(request.scope).may_ask(model):
             raise ModelNotFound(model)
-        return JsonResponse(cards[model])
+        return JsonResponse(found)
+
+
+def _add_adapters(app: FastAPI, service: Service) -> None:
+    @app.post(LOAD_ADAPTER.path, response_class=PlainTextResponse, openapi_extra=_body(LOAD_READER.kind))
+    async def load(request: Request) -> Response:
+        async with _admitted(service, request):
+            asked = LOAD_READER.read(await _body_of(request))
+            await service.adapters.load(asked.lora_name, asked.lora_path, in_place=asked.load_inplace)
+            return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+    @app.post(UNLOAD_ADAPTER.path, response_class=PlainTextResponse, openapi_extra=_body(UNLOAD_READER.kind))
+    async def unload(request: Request) -> Response:
+        async with _admitted(service, request):
+            asked = UNLOAD_READER.read(await _body_of(request))
+            service.adapters.unload(asked.lora_name)
+            return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
 
 def _add_metrics(app: FastAPI, page: tuple[str, Callable[[], bytes]]) -> None:
@@ -259,7 +282,8 @@ async def _bug(request: Request, error: Exception) -> Response:
 @cache
 def _documentation() -> tuple[dict[type[Struct], JsonObject], JsonObject]:
     """JSON Schema of every API's body, and the components that they refer to, for OpenAPI 3.1."""
-    kinds = [api.reader.kind for api in TOKEN_APIS] + [kind for api in GENERATION_APIS for kind in (api.reader.kind, *api.parts)]
+    kinds = [LOAD_READER.kind, UNLOAD_READER.kind, *(api.reader.kind for api in TOKEN_APIS)]
+    kinds += [kind for api in GENERATION_APIS for kind in (api.reader.kind, *api.parts)]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     return dict(zip(kinds, schemas, strict=True)), components
 

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from deploy.edge.adapter_registry import AdapterRegistry
 from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.ask import Ask
 from deploy.edge.http_errors import Forbidden, QuotaExceeded, Unauthenticated
@@ -23,6 +24,7 @@ from deploy.edge.text_pool import TextPool
 from engine.events import ConversationHome, ConversationRequest, KeyDecision, KeyTokens, KeyVerdict, Sink
 from engine.front.client import EngineClient
 from engine.front.grammar_check import GrammarCheck
+from engine.front.rank_links import RankLinks
 from engine.front.text import TextProcessor
 
 _REFUSALS: dict[type, KeyVerdict] = {
@@ -38,7 +40,8 @@ HOMES: dict[bytes | None, ConversationHome] = {home.encode(): home for home in g
 class Service:
     """One served model. `keys`: without them anybody may ask; what comes of them goes to `sink`. `tracer`: none unless configured.
 
-    `metrics`: content type of their page, and what makes it; None: this port does not have it.
+    `metrics`: content type of their page, and what makes it; None: this port does not have it. `rank_links`: where adapters may
+    be loaded later.
 
     `jobs` makes what goes to the engine, `admission` lets it in; `open` counts choices from their submission to the last byte of
     their answer. `about`: what whoever asks from this machine may know.
@@ -54,22 +57,25 @@ class Service:
     tracer: Tracer | None
     about: dict[str, Any]
     metrics: tuple[str, Callable[[], bytes]] | None = None
+    rank_links: RankLinks | None = None
     open: int = 0
     draining: bool = False
 
     def __post_init__(self) -> None:
         settings = self.settings
         self.model = ServedModel(settings.name, self.text.pieces, settings.fingerprint)
-        self._adapted = {name: msgspec.structs.replace(self.model, name=name) for name in settings.adapters}
         self.pool = TextPool()
-        self.jobs = JobBuilder(settings, self.text, self.pool, self.grammars, self.media_preparer)
+        self.adapters = AdapterRegistry(settings, self.engine, self.text, self.rank_links)
+        self.jobs = JobBuilder(settings, self.text, self.pool, self.grammars, self.media_preparer, self.adapters)
         self.admission = AdmissionControl(self.engine, settings.capacity, settings.queue_tokens, settings.media.waiting_bytes)
         self.idle = asyncio.Event()
         self.idle.set()
 
     def model_of(self, ask: Ask) -> ServedModel:
         """What answers say of the model: an adapter's name where one is asked for."""
-        return self._adapted.get(ask.model or "", self.model)
+        if ask.model in self.adapters:
+            return msgspec.structs.replace(self.model, name=ask.model)
+        return self.model
 
     def check_holder(self, record: RequestRecord, model: str | None) -> None:
         """Forbidden: the API key's holder may not use the model that a request names, by any of its names."""

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deploy.edge.edge_settings import LimitSettings, LogSettings, MediaSettings
-from engine.adapters import NO_ADAPTER
 from engine.audio_geometry import AudioGeometry
 from engine.checkpoint import generation_config
 from engine.config import Thinking, ToolGrammar
-from engine.errors import ModelNotFound
 from engine.front.text import TextProcessor
 from engine.media_geometry import MediaGeometries
 from engine.protocol import FrozenStruct, MediaKind
@@ -48,7 +46,8 @@ class ServiceSettings(FrozenStruct):
     `engine.weight_formats`.
 
     `media_kinds`: that it reads; `row_samples`: of its audio, 0: it takes log-mel frames. `capacity` choices, and `queue_tokens`
-    tokens of those that wait, are let in (admission_control.py). `adapters`: folders by name.
+    tokens of those that wait, are let in (admission_control.py). `adapters`: the config's folders by name; others are loaded from
+    below `adapter_folder`, `most_adapters` in all.
     """
 
     names: tuple[str, ...]
@@ -69,16 +68,10 @@ class ServiceSettings(FrozenStruct):
     tool_grammar: ToolGrammar
     thinking: Thinking
     adapters: Mapping[str, str] = {}
+    adapter_folder: str | None = None
+    most_adapters: int = 0
 
     @property
     def name(self) -> str:
         """What answers call the model."""
         return self.names[0]
-
-    def adapter(self, model: str | None) -> int:
-        """The index of the adapter that a request's `model` names, -1: the model itself. ModelNotFound: it names neither."""
-        if model in (None, *self.names):
-            return NO_ADAPTER
-        if model not in self.adapters:
-            raise ModelNotFound(str(model))
-        return list(self.adapters).index(str(model))

@@ -1,7 +1,8 @@
 """Admission: which waiting requests get a slot. In order, past those that cannot begin now, but past none for ever.
 
-A request that was overtaken often enough holds up all behind it. That ends, at the latest, when those that run have reached their
-limits: nobody of later precedence gets a slot meanwhile, and a request always begins when none runs.
+A request whose adapter is not on the device has it placed in a slot, and waits. A request that was overtaken often enough
+holds up all behind it. That ends, at the latest, when those that run have reached their limits: nobody of later precedence gets a
+slot meanwhile, and a request always begins when none runs.
 """
 
 from array import array
@@ -76,8 +77,9 @@ class Admissions:
         tokens = array("i", sequence.tokens)
         computed = sequence.committed
         admission = Admission(
-            sequence.slot, sequence.number, tokens, sequence.prompt, sequence.params, computed, sequence.adapter
-        )
+            sequence.slot, sequence.number, tokens, sequence.prompt, sequence.params, computed,
+            self._requests.adapters.use(sequence.adapter),
+        )  # fmt: skip
         self._plan.admissions.append(admission)
 
     def _fits_plan(self, sequence: Sequence, pages: int) -> bool:
@@ -98,9 +100,10 @@ class Admissions:
         candidates = self.candidates()
         if not candidates:
             return
-        page_budget, passed = AdmissionBudget(self._requests), []
+        page_budget = AdmissionBudget(self._requests)
+        passed: list[Sequence] = []
         prefills = [sequence for sequence in self._requests.running if sequence.committed < sequence.target]
-        for sequence in candidates:
+        for sequence in self._with_adapters(candidates, passed):
             if not self._requests.free_slots:
                 return
             hit = self._allocator.find(sequence)
@@ -126,6 +129,20 @@ class Admissions:
                 other.overtaken += 1
             yield sequence
             prefills.append(sequence)
+
+    def _with_adapters(self, candidates: list[Sequence], passed: list[Sequence]) -> Iterator[Sequence]:
+        """Yields, in order, the requests whose adapters are on the device, and has those of the others placed. One that finds no
+        slot is `passed`, or holds up all after it."""
+        adapters = self._requests.adapters
+        kept = {sequence.adapter for sequence in self._requests.running}  # their slots are not free
+        for sequence in candidates:
+            if adapters.is_ready(sequence.adapter):
+                kept.add(sequence.adapter)
+                yield sequence
+            elif not adapters.want(sequence.adapter, kept):
+                if sequence.overtaken >= self._policy.overtaking:
+                    return
+                passed.append(sequence)
 
     def _admit(self, sequence: Sequence, hit: Hit) -> None:
         self._requests.admit(sequence)

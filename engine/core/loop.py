@@ -33,6 +33,7 @@ from engine.matcher import Vocabulary
 from engine.plan import DEPTH, StepPlan
 from engine.protocol import (
     Abort,
+    AdapterChange,
     Control,
     FrontMessage,
     GenerateRequest,
@@ -138,10 +139,22 @@ class Core:
                 self._media.end(message)
             case Abort():
                 self._requests.abort(message.id, message.reason)
+            case AdapterChange():
+                self._change_adapter(message)
             case Control(action="stop"):
                 self._stopping = True
             case Control():
                 self._report = True
+
+    def _change_adapter(self, change: AdapterChange) -> None:
+        adapters = self._requests.adapters
+        match change.action:
+            case "add":
+                adapters.add(change.id)
+            case "placed":
+                adapters.placed(change.id)
+            case "remove":
+                adapters.remove(change.id)
 
     def _plan(self) -> bool:
         """Keep one step running and one queued."""
@@ -188,9 +201,10 @@ class Core:
         """One TokenBatch for everything that happened in this turn."""
         outputs = self._requests.drain()
         started = self._requests.drain_started()
-        if outputs or started or self._report:
+        orders = self._requests.adapter_orders()
+        if outputs or started or orders or self._report:
             self._report = False
-            self._link.send(TokenBatch(outputs=outputs, started=started, load=self._scheduler.load()))
+            self._link.send(TokenBatch(outputs=outputs, started=started, adapters=orders, load=self._scheduler.load()))
         if self._publisher is not None:
             self._publisher.publish()
 

@@ -6,6 +6,7 @@ received = finished + refused + aborted + failed + (waiting + running), always.
 import bisect
 from itertools import chain
 
+from engine.adapter_slots import AdapterSlots
 from engine.core.allocator import Allocator
 from engine.core.pending import PendingTransfers
 from engine.core.prefix import root_key
@@ -17,6 +18,7 @@ from engine.protocol import (
     MAX_STOP_IDS,
     OVERLOADED,
     AbortReason,
+    AdapterOrders,
     Counters,
     FinishReason,
     GenerateRequest,
@@ -40,8 +42,10 @@ class Requests:
         max_len: int,
         longest: int,
         encoders: MediaGeometries,
+        adapters: AdapterSlots,
     ) -> None:
         self.encoders = encoders
+        self.adapters = adapters
         self.allocator = allocator
         self.counters = Counters()
         self.pending = PendingTransfers()
@@ -90,6 +94,8 @@ class Requests:
         """Length at which the request, with so many prompt tokens, ends; InvalidRequest if it can never run here. The edge has
         checked what does not depend on the model's tables and pools."""
         params = request.params
+        if not self.adapters.is_served(request.adapter):
+            raise InvalidRequest("the adapter was unloaded", code="model_not_found")
         if not prompt:
             raise InvalidRequest("the prompt is empty")
         if len(params.stop_ids) > MAX_STOP_IDS:
@@ -215,6 +221,12 @@ class Requests:
             self.counters.failed += 1
         else:
             self.counters.finished += 1
+
+    def adapter_orders(self) -> AdapterOrders:
+        """What the replica is to have the ranks do with adapters since the last call."""
+        if not self.adapters.has_orders:
+            return AdapterOrders()
+        return self.adapters.orders({sequence.adapter for sequence in self.unfinished.values()})
 
     def drain_started(self) -> list[int]:
         """Requests that were admitted for the first time since the last call."""

@@ -17,6 +17,7 @@ from itertools import takewhile
 
 import msgspec
 
+from engine.adapter_slots import AdapterSlots
 from engine.config import EngineConfig
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator
@@ -80,7 +81,9 @@ class Scheduler:
         self.encoder_rows = ENCODER_ROWS  # positions of media items that a step encodes at most; one item may have more
         self.cache_events = CacheEvents() if config.kv_events.endpoint else None
         self.allocator = Allocator(groups, pages, caches=config.prefix_cache, events=self.cache_events)
-        self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest_sequence(groups, pages), encoders)
+        adapters = AdapterSlots(config.adapter_slots, len(config.adapters))
+        longest = longest_sequence(groups, pages)
+        self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest, encoders, adapters)
         self._pending = self.requests.pending
         numbers = config.drafts if config.mtp.drafts == "auto" else config.drafts[-1:]
         measured = times or NOT_MEASURED
@@ -107,7 +110,9 @@ class Scheduler:
     def stuck(self) -> bool:
         """Requests are open, nothing is in flight, and none of them waits for the host: an invariant is broken."""
         unfinished = self.requests.unfinished.values()
-        return bool(unfinished) and not self.in_flight and not any(sequence.waits for sequence in unfinished)
+        if not unfinished or self.in_flight or self.requests.adapters.placing:
+            return False
+        return not any(sequence.waits for sequence in unfinished)
 
     def schedule(self) -> StepPlan | None:
         """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""

@@ -110,7 +110,7 @@ class Sequence(msgspec.Struct, eq=False):
     pages: PageState
     drafts: DraftState
     media: MediaState
-    adapter: int = NO_ADAPTER  # index among the settings' adapters
+    adapter: int = NO_ADAPTER  # its id
     client: str = ""  # whose request it is: clients take turns where grammars are compiled
     committed: int = 0
     planned: int = 0

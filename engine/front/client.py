@@ -11,7 +11,7 @@ that RequestStarted and RequestFinished agree with the core's counters.
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic, monotonic_ns
 from typing import cast
 
@@ -37,6 +37,8 @@ from engine.protocol import (
     OVERLOADED,
     Abort,
     AbortReason,
+    AdapterChange,
+    AdapterOrders,
     Control,
     FinishReason,
     FrameReader,
@@ -59,11 +61,13 @@ EOF_GRACE_S = 0.25  # after the socket's end, wait for the watcher: it may know 
 class EngineClient(asyncio.Protocol):
     """Speaks to the core over `sock`, which it takes over (the socket object given is detached).
 
-    `sink` gets every event, the core's figures with each TokenBatch among them.
+    `sink` gets every event, the core's figures with each TokenBatch among them. `on_orders` is called with what the core wants the
+    ranks to do with adapters.
     """
 
     def __init__(self, sock: socket.socket, *, sink: Sink) -> None:
         self.load: Load | None = None
+        self.on_orders: Callable[[AdapterOrders], None] = _unexpected
         self.dead: str | None = None
         self._sink = sink
         self._frames = FrameReader()
@@ -152,6 +156,10 @@ class EngineClient(asyncio.Protocol):
         """The time (monotonic nanoseconds) since which at least one request has always been open; None: none is."""
         return self._waiting_since if self._requests else None
 
+    def change_adapter(self, change: AdapterChange) -> None:
+        """Tell the core what every rank has done with an adapter, or that no new request may have it."""
+        self._send(change)
+
     def report(self) -> None:
         """Ask for the core's figures; they come as `load` and an EngineLoad event."""
         self._send(Control("report"))
@@ -196,6 +204,8 @@ class EngineClient(asyncio.Protocol):
             self._count_tokens(batch.outputs)
             for output in batch.outputs:
                 self._output(output)
+            if batch.adapters:
+                self.on_orders(batch.adapters)
 
     def _output(self, output: Output) -> None:
         """Handle one request's output; ignored if the request has ended here."""
@@ -319,3 +329,7 @@ def _error_of(output: Output, said: str) -> QuartetError:
     if output.invalid:
         return InvalidRequest(said, code=output.code)
     return Overloaded(said) if output.code == OVERLOADED else GenerationFailed(said)
+
+
+def _unexpected(orders: AdapterOrders) -> None:
+    raise AssertionError(f"nobody carries out what the core wants of adapters: {orders}")

@@ -38,7 +38,7 @@ class Job:
     prompts    int32 token ids; each has equally many choices, those of the first prompt come first
     params     one per choice
     salt       only requests of the same salt share cached prefixes;   priority  lower ones go first
-    adapter    index among the settings' adapters, -1: none;   client  whose request it is, as clients take turns
+    adapter    its id, -1: none;   client  whose request it is, as clients take turns
     markers    of a chat, whose reply may have thoughts, and calls of `tools`;   one_call  it ends with its first call
     media      of the one prompt of a chat
     echoes     the prompts' texts, if each answer begins with its prompt's;   echo_only  the answer is nothing else

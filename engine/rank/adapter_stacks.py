@@ -8,18 +8,14 @@ it adds is its part of the sum over ranks. Parts of a merged matrix (q, k, v; ga
 without a V of their own: what is added to K is added to both.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from engine.errors import CheckpointError
-from engine.rank.load.adapter_tensors import AdapterMatrix, AdapterTensors, adapter_pieces, map_adapters
 from engine.rank.load.slices import Piece
-from engine.rank.load.tensor_files import opened
-from engine.rank.load.tensor_table import TensorTable
 from engine.rank.shard import Shard
 from kernels.experts import ExpertAdapters
 from kernels.launch import next_power_of_2
@@ -50,7 +46,7 @@ class AdapterStack(nn.Module):
         return ExpertAdapters(self.a, self.b, self.ends, len(self.a) // self.experts)
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where a matrix's product lies: in the stack of the module `owner`, as part `part`; `expert`: of a matrix of experts."""
 
     owner: str
@@ -69,28 +65,9 @@ class _Owner:
     rank: int = 0
 
 
-def load_adapters(model: Shard, tensors: TensorTable, folders: Mapping[str, str]) -> None:
-    """Give the model's matrices the adapters of these names and folders; on the meta device they stay empty. CheckpointError names
-    an adapter that has a tensor without a place, or one that is not finite, or that changes nothing."""
-    mapped = map_adapters(folders, tensors, model.geometry)
-    if not mapped:
-        return
-    parallel = model.parallel
-    known = adapter_pieces(tensors, model.geometry, parallel.rank, parallel.size)
-    ranks: dict[str, int] = {}
-    for adapter in mapped:
-        for matrix in adapter.matrices:
-            ranks |= {name: max(matrix.rank, ranks.get(name, 0)) for name in matrix.names}
-    places, stacks = add_stacks(model, known, ranks, len(mapped))
-    if model.device.type == "meta":
-        return
-    for index, adapter in enumerate(mapped):
-        _fill(adapter, index, known, places, stacks)
-
-
 def add_stacks(
     model: Shard, known: dict[str, Piece], ranks: Mapping[str, int], adapters: int
-) -> tuple[dict[str, _Place], dict[str, AdapterStack]]:
+) -> tuple[dict[str, Place], dict[str, AdapterStack]]:
     """Give the model's matrices empty stacks of so many adapters. ranks: the largest of each matrix that one changes, by its name.
     Returns where each matrix's product lies, and the stacks by path."""
     places, owners = _owners(known, model.dtype)
@@ -108,25 +85,27 @@ def has_adapters(model: Shard) -> bool:
     return any(isinstance(module, AdapterStack) for module in model.modules())
 
 
-def _owners(known: dict[str, Piece], dtype: torch.dtype) -> tuple[dict[str, _Place], dict[str, _Owner]]:
+def _owners(known: dict[str, Piece], dtype: torch.dtype) -> tuple[dict[str, Place], dict[str, _Owner]]:
     """Where each matrix's product lies, by the matrix's name; and the model's matrices by path."""
     parts: dict[str, list[str]] = {}
     for name, piece in known.items():
         if not piece.targets[0].expert:
             parts.setdefault(_path(piece), []).append(name)
-    places: dict[str, _Place] = {}
+    places: dict[str, Place] = {}
     owners: dict[str, _Owner] = {}
     orders: dict[str, list[int]] = {}
     for path, names in parts.items():
-        names.sort(key=lambda name: _rows(known[name])[0])
-        orders[path] = [_rows(known[name])[0] for name in names]
+        names.sort(key=lambda name: rows_of(known[name])[0])
+        orders[path] = [rows_of(known[name])[0] for name in names]
         last = known[names[-1]]
         router = last.kind == "unpacked"
-        owners[path] = _Owner(tuple(_rows(known[name])[1] for name in names), _columns(last)[1], torch.float32 if router else dtype)
+        owners[path] = _Owner(
+            tuple(rows_of(known[name])[1] for name in names), columns_of(last)[1], torch.float32 if router else dtype
+        )
     for name, piece in known.items():
         path = _path(piece)
         expert = piece.targets[0].expert or 0
-        places[name] = _Place(path, orders[path].index(_rows(piece)[0]), expert)
+        places[name] = Place(path, orders[path].index(rows_of(piece)[0]), expert)
         owners[path].experts = max(owners[path].experts, expert + 1)
     return places, owners
 
@@ -136,7 +115,7 @@ def _path(piece: Piece) -> str:
     return piece.weight or piece.targets[0].parameter.rpartition(".")[0]
 
 
-def _rows(piece: Piece) -> tuple[int, int]:
+def rows_of(piece: Piece) -> tuple[int, int]:
     """The outputs [start, stop) of this rank's product that the matrix makes."""
     (cut,) = piece.targets[0].cuts
     if cut.dim == 0:
@@ -144,7 +123,7 @@ def _rows(piece: Piece) -> tuple[int, int]:
     return 0, piece.shape[0]
 
 
-def _columns(piece: Piece) -> tuple[int, int]:
+def columns_of(piece: Piece) -> tuple[int, int]:
     """First column of the matrix on this rank, and how many there are."""
     (cut,) = piece.targets[0].cuts
     if cut.dim == 0:
@@ -160,56 +139,3 @@ def _stack(owner: _Owner, adapters: int, device: torch.device) -> AdapterStack:
     else:
         b = torch.zeros((count, owner.ends[-1], owner.rank), dtype=owner.dtype, device=device)
     return AdapterStack(owner.ends, a, b, owner.experts)
-
-
-def _fill(
-    adapter: AdapterTensors, index: int, known: dict[str, Piece], places: dict[str, _Place], stacks: dict[str, AdapterStack]
-) -> None:
-    """Copy this rank's part of an adapter to its places."""
-    config = adapter.config
-    acting = 0
-    with opened(config.file) as file:
-        for matrix in adapter.matrices:
-            a = _read(file, matrix.a, config.name)
-            b = _read(file, matrix.b, config.name) * matrix.scale
-            acting += _acts(a, b, matrix)
-            for name, own_a, own_b in _halves(matrix, a, b):
-                place = places[name]
-                _put(stacks[place.owner], place, index, known[name], own_a, own_b)
-    if not acting:
-        raise CheckpointError(f"adapters.{config.name}: 0 of {len(adapter.matrices)} matrices act: it changes nothing")
-
-
-def _read(file: Any, name: str, adapter: str) -> Tensor:
-    tensor: Tensor = file.get_tensor(name).float()
-    if not tensor.isfinite().all():
-        raise CheckpointError(f"adapters.{adapter}: {name} has NaN or infinity")
-    return tensor
-
-
-def _acts(a: Tensor, b: Tensor, matrix: AdapterMatrix) -> bool:
-    """Whether B A is anything but zero, by the product with a row of no symmetry."""
-    experts = max(1, matrix.experts)
-    inner = a.view(experts, matrix.rank, -1) @ torch.linspace(0.5, 1.5, a.shape[1])
-    return bool((b.view(len(b), matrix.rank, experts) * inner.t()).any())
-
-
-def _halves(matrix: AdapterMatrix, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields A and B of each of the model's matrices, by its name: those of all experts are unfolded."""
-    for expert in range(max(1, matrix.experts)):
-        inner = a[expert * matrix.rank : (expert + 1) * matrix.rank]
-        outer = b.view(len(b), matrix.rank, -1)[:, :, expert]
-        for base, rows in zip(matrix.bases, outer.chunk(len(matrix.bases)), strict=True):
-            yield matrix.name_of(base, expert), inner, rows
-
-
-def _put(stack: AdapterStack, place: _Place, index: int, piece: Piece, a: Tensor, b: Tensor) -> None:
-    (cut,) = piece.targets[0].cuts
-    at = place.expert * (len(stack.a) // stack.experts) + index
-    first, count = _columns(piece)
-    start, stop = _rows(piece)
-    rank = stack.b.shape[2]
-    own = slice(place.part * rank, place.part * rank + len(a))
-    stack.a[at, own] = a[:, first : first + count].to(stack.a)
-    kept = b[cut.start : cut.stop] if cut.dim == 0 else b
-    stack.b[at, start:stop, : len(a)] = kept.to(stack.b)

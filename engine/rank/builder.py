@@ -12,7 +12,8 @@ from engine.config import EngineConfig
 from engine.geometry import Geometry, vocab_share
 from engine.memory import inbox_rows, kv_budget
 from engine.protocol import MediaKind
-from engine.rank.adapter_stacks import has_adapters, load_adapters
+from engine.rank.adapter_stacks import has_adapters
+from engine.rank.adapter_store import AdapterStore, load_adapters
 from engine.rank.attention import FailedChecks, attention_backend
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import SoftTokens
@@ -41,7 +42,8 @@ from kernels.table_check import COPIED_ENTRY
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank that has loaded its weights. failed_checks: parts of attention; fallbacks: a sentence for each."""
+    """A rank that has loaded its weights. failed_checks: parts of attention; fallbacks: a sentence for each;
+    adapters: where some may be loaded while it serves."""
 
     config: EngineConfig
     geometry: Geometry
@@ -53,6 +55,7 @@ class Rank:
     fallbacks: tuple[str, ...]
     drafter: Assistant | None
     encoders: Mapping[MediaKind, MediaEncoder]
+    adapters: AdapterStore | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -78,7 +81,9 @@ def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *,
         check_kernels(device)
     failed_checks, fallbacks = check_attention(parallel, config, device) if checked else ((), ())
     model: Model = _filled(text, source, parallel, dtype, device)
-    load_adapters(model, text.tensors, config.adapters)
+    adapters = load_adapters(
+        model, text.tensors, config.adapters, slots=config.max_adapters, max_rank=config.max_rank
+    )
     assistant = None if drafter is None else _filled(drafter, source, parallel, dtype, device)
     made = {each: _filled(each, source, dtype, device) for each in dict.fromkeys(encoders.values())}
     of_media = {kind: made[each] for kind, each in encoders.items()}
@@ -86,7 +91,7 @@ def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *,
     if new_gpu and inboxes is not None:
         inboxes.allreduce.wait_at_most(config.boot_timeout_s)  # another rank's compiler may take long
         check_inboxes(parallel, inboxes, text.geometry.hidden, device, dtype)
-    return Rank(config, text.geometry, device, parallel, model, inboxes, failed_checks, fallbacks, assistant, of_media)
+    return Rank(config, text.geometry, device, parallel, model, inboxes, failed_checks, fallbacks, assistant, of_media, adapters)
 
 
 def _filled(checkpoint: Checkpoint, source: str, *arguments: object) -> Any:

@@ -14,6 +14,7 @@ told of the exception and ends the group.
 """
 
 import gc
+import socket
 import time
 from collections import deque
 
@@ -25,6 +26,7 @@ from engine.errors import ConfigError
 from engine.lifeline import Allocate, BootArgs, Configure, Lifeline, Loaded, Ready, run
 from engine.plan import DEPTH, read_header, with_time
 from engine.rank import compile_ahead
+from engine.rank.adapter_loader import AdapterLoader
 from engine.rank.builder import Rank, build, kv_bytes, load_rank
 from engine.rank.parallel import check_own_rows, connect, self_check
 from engine.rank.runner import Runner
@@ -84,6 +86,8 @@ def _boot(lifeline: Lifeline) -> Runner:
     gc.freeze()
     gc.disable()  # a step makes no cycles, and a collection would hold up every rank
     wait_at_most(rank, config.step_timeout_s)
+    if rank.adapters is not None and lifeline.args.adapters >= 0:
+        AdapterLoader(rank.adapters, socket.socket(fileno=lifeline.args.adapters), lifeline.fail).start()
     head = "" if rank.geometry.tied else " with a head of their own"
     note = f"{rank.weight_bytes / 1e9:.2f} GB of weights{head}, residual rms {rms:.2f}, {seconds:.1f} s"
     lifeline.send(Ready(note=note, step_times=times, fallbacks=rank.fallbacks))

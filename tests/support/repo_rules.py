@@ -16,7 +16,8 @@ from _pytest.mark.expression import Expression
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kernels", "engine", "cluster", "deploy", "dashboards")
-_LEAF_NAMES = ("adapters", "architectures", "config", "checkpoint", "kv_events", "weight_formats", "geometry",
+_LEAF_NAMES = ("adapters", "adapter_commands", "adapter_slots",
+               "architectures", "config", "checkpoint", "kv_events", "weight_formats", "geometry",
                "vision_geometry", "audio_geometry", "media_geometry", "memory", "logit_adjustments", "protocol", "plan",
                "rank_status", "channel", "lifeline", "matcher", "pieces", "step_masks", "step_media", "step_shapes",
                "quantisation", "events", "errors", "attention")  # fmt: skip

@@ -5,7 +5,7 @@
 The SHA-256 of the key in hex, the name of its holder, and options in any order. A missing option means no limit. Two lines of one
 name are two keys of one holder with one quota, so a key can be replaced. They may differ in `expires` only.
 
-    rights       some of RIGHTS; all without the option
+    rights       some of RIGHTS and ADMIN_RIGHTS; all RIGHTS without the option
     models       names that a request's `model` may be, of models and adapters; all without the option
     requests     a minute, at all replicas together; tokens: a minute, of prompts and answers; concurrent: open requests
     expires      a day or a time by ISO 8601, in UTC without a zone. From then on the key is refused
@@ -23,6 +23,7 @@ from engine.errors import ConfigError
 from engine.protocol import FrozenStruct
 
 RIGHTS = ("generate", "tokenize", "models", "docs")
+ADMIN_RIGHTS = ("adapters",)  # only of keys that name them
 MAX_KEYS = 1024
 MAX_BYTES = 1 << 20
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -106,8 +107,8 @@ def _key(words: list[str]) -> ApiKey:
     if len(options) < len(words) - 2:
         raise ConfigError("an option stands there twice")
     rights = frozenset(options.pop("rights", ",".join(RIGHTS)).split(","))
-    if not rights.issubset(RIGHTS):
-        raise ConfigError(f"rights: only {', '.join(RIGHTS)}")
+    if not rights.issubset(RIGHTS + ADMIN_RIGHTS):
+        raise ConfigError(f"rights: only {', '.join(RIGHTS + ADMIN_RIGHTS)}")
     quota = Quota(**{name: _count(name, options.pop(name)) for name in Quota.__struct_fields__ if name in options})
     expires = time_of(options.pop("expires", None))
     models = _models(options.pop("models", None))

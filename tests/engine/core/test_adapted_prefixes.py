@@ -20,7 +20,7 @@ ADAPTERS = (NO_ADAPTER, 0, 1)
 
 def cached_of(adapters: tuple[int, ...]) -> tuple[list[int], list[Admission]]:
     """How many tokens of one prompt requests of these adapters find, one after the other; and their admissions."""
-    scheduler = scheduler_of(SchedulerConfig(GROUPS, PAGES, 4, 96, 16, prefix_cache=True))
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, PAGES, 4, 96, 16, prefix_cache=True, adapters=2))
     machine = KVMachine(GROUPS, PAGES, 4, 96, lambda prefix, position, seed: 7)
     found, admissions = [], []
     for number, adapter in enumerate(adapters):

@@ -1,6 +1,8 @@
 """PEFT folders: those that trainers save are mapped whole, others are refused by name, and nothing of them is loaded."""
 
 import json
+import os
+import time
 from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
@@ -16,7 +18,7 @@ from deploy.cli.main import main
 from engine.adapters import MAX_RANK, read_adapter
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import Geometry, read_geometry
-from engine.rank.adapter_stacks import load_adapters
+from engine.rank.adapter_store import load_adapters
 from engine.rank.load import adapter_tensors
 from engine.rank.load.adapter_tensors import AdapterTensors, map_adapter
 from engine.rank.load.loader import load
@@ -199,6 +201,43 @@ def test_files_that_are_no_adapter(nano: Nano, folder: Path, monkeypatch: pytest
     (folder / "adapter_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"adapters\.mine: .*does not exist"):
         mapped(folder, nano("26b-a4b"))
+
+
+def test_bombs_are_refused_quickly(nano: Nano, folder: Path) -> None:
+    """A hundred thousand tensors, shapes that the file does not have, a config that is a pipe or has a megabyte and more: each is
+    refused in some seconds, which a reader of all of them would not be done in."""
+    member = nano("26b-a4b")
+    began = time.monotonic()
+    whole = (folder / FILE).read_bytes()
+    empty = {"dtype": "F32", "shape": [0, 1], "data_offsets": [0, 0]}
+    many = {f"{PREFIX}{at}.mlp.up_proj.lora_A.weight": empty for at in range(10**5)}
+    write_header(folder / FILE, many)
+    with pytest.raises(CheckpointError, match="100000 tensors; at most"):
+        mapped(folder, member)
+    name = PREFIX + "0.mlp.up_proj.lora_A.weight"
+    write_header(folder / FILE, {name: {"dtype": "F32", "shape": [1 << 20, 1 << 20], "data_offsets": [0, 1 << 42]}})
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        mapped(folder, member)
+    (folder / FILE).write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        mapped(folder, member)
+    (folder / FILE).write_bytes(whole)
+    mapped(folder, member)
+    config = folder / "adapter_config.json"
+    config.write_text(config.read_text() + " " * (1 << 20))
+    with pytest.raises(CheckpointError, match="no file of at most"):
+        mapped(folder, member)
+    config.unlink()
+    os.mkfifo(config)
+    with pytest.raises(CheckpointError, match="no file of at most"):
+        mapped(folder, member)
+    assert time.monotonic() - began < 60
+
+
+def write_header(path: Path, tensors: dict[str, Any]) -> None:
+    """A safetensors file with that header and no data."""
+    header = json.dumps(tensors).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
 
 
 def model_of(folder: Path, geometry: Geometry) -> Gemma4:

@@ -1,7 +1,7 @@
 """Adapters against transformers in fp32, whose weights they are merged into: rows of two adapters and of none in each step."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -9,26 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.geometry import Geometry, read_geometry
-from engine.quantisation import read_quantisation
-from engine.rank.adapter_stacks import load_adapters
-from engine.rank.load.loader import load
-from engine.rank.models.gemma4 import Gemma4
-from engine.rank.models.gemma4_weights import TENSORS
-from engine.rank.parallel import Parallel, Single
+from engine.geometry import read_geometry
+from engine.rank.parallel import Single
 from tests.conftest import Nano
+from tests.support.engine.adapted import FAULT, LENGTHS, SLOTS, TOLERANCE, Case
 from tests.support.engine.adapters import Recipe, merge, write
-from tests.support.engine.paged import Logits, caches, run_steps, script
+from tests.support.engine.paged import Logits
 from tests.support.engine.threads import run_ranks
 from tests.support.judge.oracle import Verdict, judge, load_oracle, soft_cap
 
 pytestmark = pytest.mark.cpu
-
-TOLERANCE = 1e-4  # fp32
-FAULT = 100 * TOLERANCE
-PAGES = 40
-LENGTHS = ((70, 5), (41, 6), (55, 5))
-SLOTS = (0, -1, 1)  # the adapter of each slot
 
 FIRST = Recipe(1, rank=8, experts="fused")
 SECOND = Recipe(
@@ -38,38 +28,6 @@ SECOND = Recipe(
     prefix="base_model.model.model.language_model.",
     settings={"use_rslora": True, "rank_pattern": {"o_proj": 17}, "alpha_pattern": {r"layers\.1\..*": 9.0}},
 )
-
-
-@dataclass(frozen=True)
-class Case:
-    """A member with two adapters, and transformers' verdict on each slot's sequence."""
-
-    folder: Path
-    geometry: Geometry
-    adapters: Mapping[str, str]
-    ids: tuple[Tensor, ...]
-    verdicts: tuple[Verdict, ...]
-    weights: str = "auto"
-
-    def model(self, parallel: Parallel) -> Gemma4:
-        model = Gemma4(self.geometry, parallel, torch.float32, torch.device("cpu"))
-        load(model, TENSORS, self.folder, read_quantisation(self.folder, self.weights))
-        load_adapters(model, TENSORS, self.adapters)
-        return model
-
-    def run(self, parallel: Parallel, slots: tuple[int, ...] = SLOTS) -> Logits:
-        steps = script(self.geometry, LENGTHS, PAGES, 3, whole=False)
-        cache = caches(self.geometry, parallel.size, len(LENGTHS), 80, PAGES)
-        return run_steps(self.model(parallel), cache, steps, self.ids, adapters=slots)
-
-    def error(self, found: Logits, verdicts: tuple[Verdict, ...] | None = None) -> float:
-        """The largest difference of logits where no router's near tie has come before."""
-        theirs = verdicts or self.verdicts
-        sure = [place for place in found if place[1] < theirs[place[0]].sure]
-        assert len(sure) >= 0.3 * len(found), (len(sure), len(found))
-        ours = soft_cap(torch.stack([found[place] for place in sure]), self.geometry.softcap)
-        right = torch.stack([theirs[slot].logits[position] for slot, position in sure])
-        return (ours - right).abs().nan_to_num(torch.inf).max().item()
 
 
 def verdicts_of(folder: Path, adapters: Mapping[str, str], ids: tuple[Tensor, ...], fault: str = "") -> tuple[Verdict, ...]:

@@ -66,6 +66,9 @@ class Edge:
         media: frozenset[MediaKind] = frozenset(),
         row_samples: int = 0,
         adapters: Mapping[str, str] | None = None,
+        adapter_folder: str | None = None,
+        most_adapters: int = 0,
+        rank_links: Any = None,
         metrics: tuple[str, Callable[[], bytes]] | None = None,
     ) -> None:
         self.core = ScriptedCore()
@@ -78,7 +81,8 @@ class Edge:
         self._keys = keys
         self._metrics = metrics
         self._served: dict[str, Any] = {"vocab": vocab, "max_len": max_len, "media_kinds": media, "row_samples": row_samples}
-        self._served["adapters"] = adapters or {}
+        self._served |= {"adapters": adapters or {}, "adapter_folder": adapter_folder, "most_adapters": most_adapters}
+        self.rank_links = rank_links
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="edge")
 
@@ -175,7 +179,7 @@ class Edge:
         grammars = GrammarCheck(self.vocabulary.complaint)
         self.service = Service(
             self._settings, self.text, self.client, grammars, MediaPreparer(), self._keys, self.events.append, None, {},
-            metrics=self._metrics,
+            metrics=self._metrics, rank_links=self.rank_links,
         )  # fmt: skip
         listener = socket.socket(proto=socket.IPPROTO_TCP)  # named: else asyncio leaves Nagle's algorithm on, and chunks 40 ms late
         listener.bind(("127.0.0.1", 0))

@@ -9,6 +9,7 @@ import msgspec
 from engine.protocol import (
     Abort,
     AbortReason,
+    AdapterChange,
     Control,
     FinishReason,
     FrontMessage,
@@ -33,7 +34,8 @@ class ScriptedCore(FakeCore):
     refuse, fail_after   refuse every request with that sentence; fail at that step each one that `fails`
     cached               tokens of each prompt that are said to be cached, with its first output; a list: of each request in turn
     drafts               of each step, of which those among its tokens are accepted
-    requests, aborts     what the client asked for since the last reset; sent: tokens
+    requests, aborts     what the client asked for since the last reset; changes: of adapters; sent: tokens
+    deaf                 adapters that change nothing
     """
 
     def __init__(self) -> None:
@@ -51,11 +53,13 @@ class ScriptedCore(FakeCore):
         self.forever = self.at_once = False
         self.cached: int | list[int] = 0
         self.drafts = 0
+        self.deaf = set[int]()
         self.refuse: str | None = None
         self.fail_after: int | None = None
         self.fails: Callable[[GenerateRequest], bool] = lambda request: True
         self.requests = list[GenerateRequest]()
         self.aborts = list[tuple[int, AbortReason]]()
+        self.changes = list[tuple[str, int]]()
         self.sent = 0
 
     def answer_endlessly(self, delay_s: float) -> None:
@@ -84,6 +88,8 @@ class ScriptedCore(FakeCore):
                 self._waiting.discard(message.id)
                 success = message.reason is AbortReason.stop_string
                 await self.send(Output(id=message.id, finish=FinishReason.stop if success else FinishReason.abort))
+            case AdapterChange():
+                self.changes.append((message.action, message.id))
             case Control():
                 await self.send()
 
@@ -95,7 +101,8 @@ class ScriptedCore(FakeCore):
         if self.refuse is not None:
             await self.send(Output(id=request.id, finish=FinishReason.error, error=self.refuse, invalid=True))
             return
-        for piece in prompt_logprobs(request):
+        changed = request.adapter >= 0 and request.adapter not in self.deaf
+        for piece in prompt_logprobs(request, shift=float(changed)):
             await self.send(Output(id=request.id, prompt_logprobs=[piece]))
             await asyncio.sleep(0)
         found = self.cached if isinstance(self.cached, int) else self.cached[self.requests.index(request)]
@@ -125,7 +132,7 @@ class ScriptedCore(FakeCore):
         return msgspec.structs.replace(LOAD, received=self._received, waiting=len(self._waiting))
 
 
-def prompt_logprobs(request: GenerateRequest) -> Iterator[PromptLogprobs]:
+def prompt_logprobs(request: GenerateRequest, shift: float = 0.0) -> Iterator[PromptLogprobs]:
     """Of each token but the first -1 / 8 for each place in the prompt, rank 3, and the ids that follow it as the likeliest; in two
     pieces, or more."""
     count, prompt = request.params.prompt_logprobs, request.tokens
@@ -134,7 +141,7 @@ def prompt_logprobs(request: GenerateRequest) -> Iterator[PromptLogprobs]:
     size, values = min(256, len(prompt) // 2), [-0.0625 * place for place in range(count)]
     for first in range(1, len(prompt), size):
         rows = [
-            struct.pack(f"<fi{count}i{count}f", -at / 8, 3, *range(token + 1, token + 1 + count), *values)
+            struct.pack(f"<fi{count}i{count}f", -at / 8 - shift, 3, *range(token + 1, token + 1 + count), *values)
             for at, token in enumerate(prompt[first : first + size], first)
         ]
         yield PromptLogprobs(first, count, b"".join(rows))

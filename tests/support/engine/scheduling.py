@@ -43,6 +43,8 @@ class SchedulerConfig:
     tpot_target_ms: float | None = None
     longest_step_ms: float | None = None
     encoder_rows: int = ENCODER_ROWS
+    adapters: int = 0
+    max_adapters: int = 0
     encoders: MediaGeometries = field(default_factory=lambda: ANY_MEDIA)
 
     @property
@@ -65,6 +67,8 @@ def scheduler_of(config: SchedulerConfig) -> Scheduler:
         policy=config.policy,
         tpot_target_ms=config.tpot_target_ms,
         longest_step_ms=config.longest_step_ms,
+        adapters={f"a{number}": "/a" for number in range(config.adapters)},
+        max_adapters=config.max_adapters,
     )
     scheduler = Scheduler(settings, config.groups, config.pages, config.step_times, config.encoders)
     scheduler.encoder_rows = config.encoder_rows

@@ -1,0 +1,49 @@
+"""What a replica has its ranks do with adapters while they serve: commands over a socket to each rank, and the ranks' answers.
+
+    replica -> rank   ReadAdapter    read and check a folder, and keep the rank's part in host memory
+                      PlaceAdapter   copy an adapter from host memory to a slot of the device
+                      DropAdapter    forget it
+    rank -> replica   CommandDone    one for each command. A read may take long, so other commands overtake it
+"""
+
+import msgspec
+
+from engine.protocol import FrozenStruct
+
+
+class ReadAdapter(FrozenStruct, tag="read"):
+    """`id`: as requests name the adapter to the core; no other adapter ever has it."""
+
+    number: int
+    id: int
+    name: str
+    folder: str
+
+
+class PlaceAdapter(FrozenStruct, tag="place"):
+    """No row of a running sequence may use the slot."""
+
+    number: int
+    id: int
+    slot: int
+
+
+class DropAdapter(FrozenStruct, tag="drop"):
+    """An adapter that was not read is no error."""
+
+    number: int
+    id: int
+
+
+class CommandDone(FrozenStruct):
+    """`error`: a sentence for the client that asked; the adapter was not read."""
+
+    number: int
+    error: str | None = None
+
+
+AdapterCommand = ReadAdapter | PlaceAdapter | DropAdapter
+
+encode_command = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(AdapterCommand).decode
+decode_done = msgspec.msgpack.Decoder(CommandDone).decode

@@ -1,0 +1,76 @@
+"""Adapters as PEFT itself saves them, against PEFT's own logits in fp32, not merged. Skipped where `peft` is not installed."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.geometry import read_geometry
+from engine.rank.parallel import Single
+from tests.conftest import Nano
+from tests.support.engine.adapted import FAULT, LENGTHS, SLOTS, TOLERANCE, Case
+from tests.support.engine.threads import run_ranks
+from tests.support.judge.oracle import judge, load_oracle
+
+peft = pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # PEFT's, of names in patterns
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # PEFT asks transformers
+]
+
+DENSE = r".*language_model\..*\.(q|k|v|o|gate|up|down)_proj"
+EVERY = r".*language_model\..*(_proj|per_layer_(input_gate|projection|model_projection)|router\.proj)"
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def recipes(member: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two configs: small and plain; large, with patterns and rsLoRA, on all that PEFT can change."""
+    large: dict[str, Any] = {
+        "r": 12, "lora_alpha": 20, "target_modules": EVERY, "use_rslora": True,
+        "rank_pattern": {"o_proj": 33}, "alpha_pattern": {r"layers\.1\..*q_proj": 9},
+    }  # fmt: skip
+    if member == "26b-a4b":
+        large |= {"target_parameters": EXPERTS, "rank_pattern": {}}
+    return {"r": 1, "lora_alpha": 2, "target_modules": DENSE}, large
+
+
+def saved(folder: Path, model: Path, settings: Mapping[str, Any], seed: int) -> Any:
+    """PEFT's model with a random adapter, which is saved to the folder."""
+    torch.manual_seed(seed)
+    adapted = peft.get_peft_model(load_oracle(model), peft.LoraConfig(lora_dropout=0.0, **settings)).eval()
+    for name, tensor in adapted.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(tensor, std=1 / math.sqrt(tensor.shape[1]) / (4 if ".lora_B." in name else 1))
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+    return adapted
+
+
+def case_of(member: str, folder: Path, made: Path) -> Case:
+    models = [saved(made / str(seed), folder, settings, seed) for seed, settings in enumerate(recipes(member))]
+    models.append(load_oracle(folder))
+    geometry = read_geometry(folder)
+    generator = torch.Generator().manual_seed(3)
+    ids = tuple(torch.randint(3, geometry.vocab, (sum(length),), generator=generator) for length in LENGTHS)
+    verdicts = tuple(judge(models[adapter], row) for adapter, row in zip(SLOTS, ids, strict=True))
+    return Case(folder, geometry, {"small": str(made / "0"), "large": str(made / "1")}, ids, verdicts)
+
+
+CASES = [("31b", 1), ("31b", 4), ("12b", 2), ("26b-a4b", 1), ("26b-a4b", 2), ("e2b", 1), ("e4b", 1)]
+
+
+@pytest.mark.parametrize(("member", "tp"), CASES)
+def test_logits_are_those_of_peft(nano: Nano, tmp_path: Path, member: str, tp: int) -> None:
+    """Both adapters and a row of none in each step, within 1e-4; with the adapters exchanged they are a hundred times further."""
+    it = case_of(member, nano(member), tmp_path)
+    if tp == 1:
+        found = it.run(Single())
+    else:
+        found, *_ = run_ranks(tp, it.run)
+    error = it.error(found)
+    print(f"{member} TP={tp}: max error {error:.1e} against PEFT {peft.__version__}")
+    assert error < TOLERANCE
+    assert it.error(it.run(Single(), (1, -1, 0))) > FAULT
