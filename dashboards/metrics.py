@@ -295,7 +295,7 @@ ENGINE: tuple[Metric, ...] = (
     ),
     Metric(
         "quartet_verified_drafts_by_position_total",
-        "Drafts that were verified, by their position behind the sequence's last token, from 0.",
+        "Drafts that were verified, by their position after the sequence's last token, from 0.",
         "draft_positions.verified",
         "position",
     ),
@@ -306,7 +306,7 @@ ENGINE: tuple[Metric, ...] = (
         "position",
         alias="spec_decode_num_accepted_tokens_per_pos_total",
     ),
-    Metric("quartet_drafts", "Drafts behind each sequence that the last step was planned with.", "load.drafts"),
+    Metric("quartet_drafts", "Draft tokens for each sequence in the last planned step.", "load.drafts"),
     Metric(
         "quartet_draft_switches_total",
         "Changes of the number of drafts at a number of rows, by cause: better (another takes fewer seconds a token), off"

@@ -1,11 +1,11 @@
-"""The form that a request demands of its answer, in every API's spelling, as rules of engine.front.grammar.
+"""The form that a request demands of its answer, as rules of engine.front.grammar.
 
     response_format                                 {"type": "json_object" | "json_schema" | "structural_tag" | "text"}
     structured_outputs                              {"json" | "json_object" | "regex" | "choice" | "grammar" | ...: ...}
     guided_json  guided_regex  guided_choice  guided_grammar
-    json_schema  regex  ebnf  structural_tag        SGLang's: a schema or tag as JSON in a string, too
+    json_schema  regex  ebnf  structural_tag        SGLang's: a schema or tag may be JSON in a string
 
-Only one of them at a time. What of a form cannot be kept is refused, never left out.
+Only one may be given. A form that cannot be enforced is refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,14 +33,14 @@ class _Structure(FrozenStruct):
 
 
 class _StructuralTag(FrozenStruct):
-    """vLLM's and SGLang's, of the kind that has triggers."""
+    """The kind of vLLM and SGLang that has triggers."""
 
     structures: list[_Structure]
     triggers: list[str]
 
 
 def form_of(values: Mapping[str, Json]) -> LazyForm | None:
-    """Return the form that stands under one of the client's keys; None: under each is nothing."""
+    """The form under one of the client's keys, or None."""
     given = {key: raw for key, value in values.items() if (raw := not_null(value)) is not None}
     return partial(_only_form, given) if given else None
 
@@ -53,7 +53,7 @@ def _only_form(given: Mapping[str, Raw]) -> AnswerForm | None:
 
 
 def _rules(raw: Raw, key: str) -> str | None:
-    """Return what stands under `key` as rules; None: it demands nothing. InvalidRequest names the key."""
+    """The value of `key` as rules, or None if it demands nothing. InvalidRequest names the key."""
     value = read_small(raw, key, ANYTHING, _MAX_BYTES)
     try:
         return KEYS.get(key, _response_format)(value)
@@ -64,7 +64,8 @@ def _rules(raw: Raw, key: str) -> str | None:
 
 
 def _response_format(value: Any) -> str | None:
-    """A schema stands under `json_schema`, or in other APIs, and beside `json_object` (llama.cpp's), one level higher."""
+    """The schema is under `json_schema`; other APIs, and llama.cpp with `json_object`, put it one
+    level higher."""
     match value:
         case {"type": "text"}:
             return None
@@ -84,7 +85,7 @@ def _response_format(value: Any) -> str | None:
 
 
 def _structured_outputs(value: Any) -> str | None:
-    """vLLM's: one form, and options, of which the one that would change the answer is refused."""
+    """vLLM's key: one form and options. An option that would change the answer is refused."""
     if not isinstance(value, dict):
         raise InvalidRequest("must be an object")
     if value.get("whitespace_pattern"):
@@ -98,7 +99,7 @@ def _structured_outputs(value: Any) -> str | None:
 
 
 def _nested(value: Any) -> Any:
-    """JSON, which may come in a string."""
+    """JSON, or JSON in a string."""
     if not isinstance(value, str):
         return value
     try:

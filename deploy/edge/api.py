@@ -1,6 +1,6 @@
-"""What is known of a path before its request is read, and of an API: who reads its body, and the format of its answer.
+"""What is known of a path before its request is read, and the description of an API.
 
-What every API wants of the engine is an Ask. So all are validated, admitted, limited and submitted alike.
+Every API converts its request to an Ask, so all are validated, admitted and submitted alike.
 """
 
 from collections.abc import Awaitable, Callable
@@ -19,9 +19,9 @@ Right = Literal["open", "generate", "tokenize", "models", "docs", "all"]  # "ope
 
 
 class HttpEndpoint(FrozenStruct, kw_only=True):
-    """A path, the right that an API key needs for it, and the shape of its errors.
+    """A path, the right that its API key needs, and the shape of its errors.
 
-    `operation`: OpenTelemetry's gen_ai.operation.name, of those that generate.
+    `operation` is OpenTelemetry's gen_ai.operation.name, for paths that generate.
     """
 
     path: str
@@ -31,10 +31,10 @@ class HttpEndpoint(FrozenStruct, kw_only=True):
 
 
 class GenerationApi(HttpEndpoint, kw_only=True):
-    """A route that generates. `reader` takes a body to a request, whose `ask()` is what it wants of the engine, and `format` makes
-    the format of its answer. All raise InvalidRequest.
+    """A route that generates. `reader` makes a request with `ask()` from a body; `format` makes the
+    format of its answer. All raise InvalidRequest.
 
-    `parts`: for the API's document, types that its raw JSON refers to. `media_type`: the body's.
+    `parts`: types that the API's raw JSON refers to, for its documentation.
     """
 
     right: Right = "generate"
@@ -45,11 +45,8 @@ class GenerationApi(HttpEndpoint, kw_only=True):
 
 
 class TokenApi(HttpEndpoint, kw_only=True):
-    """A route that answers from the tokenizer alone. `reader` takes a body to a request that has a `model`, and `answer` that
-    request and its client's name to what goes out as JSON.
-
-    Both raise InvalidRequest.
-    """
+    """A route that needs only the tokenizer. `answer` maps a request and its client's name to JSON.
+    `reader` and `answer` raise InvalidRequest."""
 
     right: Right = "tokenize"
     reader: BodyReader[Any]

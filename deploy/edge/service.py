@@ -1,4 +1,4 @@
-"""What the routes stand on: one model's text processor, its engine, its settings, and the count of open answers."""
+"""One served model: text processor, engine, settings, and the count of open answers."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -36,12 +36,10 @@ HOMES: dict[bytes | None, ConversationHome] = {home.encode(): home for home in g
 
 @dataclass
 class Service:
-    """One served model. `keys`: without them anybody may ask; what comes of them goes to `sink`. `tracer`: none unless configured.
+    """One served model. Without `keys` no request needs one; `sink` gets their events.
 
-    `metrics`: content type of their page, and what makes it; None: this port does not have it.
-
-    `jobs` makes what goes to the engine, `admission` lets it in; `open` counts choices from their submission to the last byte of
-    their answer. `about`: what whoever asks from this machine may know.
+    `metrics`: content type and maker of their page, or None. `open`: choices from submission to the
+    last byte. `about`: details for requests from this machine.
     """
 
     settings: ServiceSettings
@@ -68,12 +66,12 @@ class Service:
         self.idle.set()
 
     def model_of(self, ask: Ask) -> ServedModel:
-        """What answers say of the model: an adapter's name where one is asked for."""
+        """The model's name in answers: an adapter's where one is asked for."""
         return self._adapted.get(ask.model or "", self.model)
 
     @contextmanager
     def answering(self, choices: int) -> Iterator[None]:
-        """Count the choices of an answer while it is under way."""
+        """Count an answer's choices while it runs."""
         self.open += choices
         self.idle.clear()
         try:
@@ -84,13 +82,13 @@ class Service:
                 self.idle.set()
 
     def end(self, timeout_s: float) -> None:
-        """Hand over the last traces; blocks for `timeout_s` at most. Side processes end."""
+        """End side processes and hand over the last traces; blocks for at most `timeout_s`."""
         self.media_preparer.pool.close()
         if self.tracer is not None:
             self.tracer.close(timeout_s)
 
     def settle(self, record: RequestRecord) -> None:
-        """A request has ended: its API key's holder gets back what it did not use, and what became of it is counted."""
+        """Return unused quota of an ended request, and count its outcome."""
         refused = _REFUSALS.get(type(record.error))
         if record.grant is not None or refused is not None:
             self.sink(KeyDecision(record.key or "", refused or "admitted"))
@@ -101,7 +99,7 @@ class Service:
             self.sink(KeyTokens(record.key, record.used_tokens))
 
     def salt(self, ask: Ask, tenant: str) -> str:
-        """What requests have in common that share cached prefixes: where clients are kept apart those of `tenant` alone."""
+        """The salt of cached prefixes; with isolation only requests of one `tenant` share it."""
         isolated = self.settings.limits.isolate_cache
         if isolated is None:
             isolated = self.keys is not None

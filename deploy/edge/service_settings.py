@@ -15,7 +15,7 @@ from engine.protocol import FrozenStruct, MediaKind
 
 
 class Defaults(FrozenStruct):
-    """Sampling where a request says nothing: the checkpoint's generation_config.json."""
+    """Default sampling: the checkpoint's generation_config.json."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -23,7 +23,7 @@ class Defaults(FrozenStruct):
 
     @classmethod
     def read(cls, folder: Path) -> "Defaults":
-        """Read those of a checkpoint; do_sample: false means greedy."""
+        """Read a checkpoint's defaults; do_sample: false means greedy."""
         config = generation_config(folder)
         if config.get("do_sample") is False:
             return cls(temperature=0.0)
@@ -31,24 +31,24 @@ class Defaults(FrozenStruct):
 
 
 def media_kinds(encoders: MediaGeometries, text: TextProcessor) -> frozenset[MediaKind]:
-    """The kinds for which a checkpoint has an encoder, and its tokenizer a token."""
+    """The kinds with an encoder in the checkpoint and a token in its tokenizer."""
     return frozenset(kind for kind in encoders if text.control_id(f"<|{kind}|>") is not None)
 
 
 def audio_row_samples(encoders: MediaGeometries) -> int:
-    """Samples of each row that its audio encoder takes; 0: it takes log-mel frames."""
+    """Samples in each row of the audio encoder; 0 for log-mel frames."""
     audio = encoders.get("audio")
     return audio.features if isinstance(audio, AudioGeometry) and audio.unified else 0
 
 
 class ServiceSettings(FrozenStruct):
-    """`names`: of the model, of which answers have the first; `others`: names and contexts of the cluster's other models.
+    """Settings of a served model.
 
-    Token ids lie in its `vocab`; `max_len`: the context. `fingerprint`: of build, weights and setup. `weight_format`: names of
-    `engine.weight_formats`.
-
-    `media_kinds`: that it reads; `row_samples`: of its audio, 0: it takes log-mel frames. `capacity` choices, and `queue_tokens`
-    tokens of those that wait, are let in (admission_control.py). `adapters`: folders by name.
+    names                 of the model; answers have the first others                names and
+    contexts of the cluster's other models fingerprint           of build, weights and setup
+    weight_format         names of `engine.weight_formats` row_samples           of its audio; 0 for
+    log-mel frames capacity              choices let in (admission_control.py) queue_tokens
+    prompt tokens that may wait adapters              folders by name
     """
 
     names: tuple[str, ...]
@@ -72,11 +72,10 @@ class ServiceSettings(FrozenStruct):
 
     @property
     def name(self) -> str:
-        """What answers call the model."""
         return self.names[0]
 
     def adapter(self, model: str | None) -> int:
-        """The index of the adapter that a request's `model` names, -1: the model itself. ModelNotFound: it names neither."""
+        """The adapter's index of a request's `model`, -1 for the model itself. ModelNotFound."""
         if model in (None, *self.names):
             return NO_ADAPTER
         if model not in self.adapters:

@@ -2,7 +2,7 @@
 
     {"type": "error", "error": {"type": ..., "message": ...}, "request_id": ...}
 
-The client's tool runner asks for a `thread`, a conversation stored by the server. `details` refuses it in the words that let the
+The client's tool runner asks for a stored `thread`. `details` refuses it in the words that let the
 runner continue without one.
 """
 

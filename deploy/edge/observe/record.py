@@ -30,10 +30,10 @@ _OUTCOMES: dict[type[Exception], str] = {  # in the words of engine.events.Outco
 
 
 class RequestRecord(Struct):
-    """One request so far. Times in seconds on the monotonic clock. `deadline`: the latest end.
+    """One request so far. Times are seconds on the monotonic clock; `deadline` is the latest end.
 
-    `ticket`: its place in the engine; `clocks`: one for each submitted choice; `key`: the name of its API key's holder;
-    `grant`: its part of that holder's quota; `operation`: as in its HttpEndpoint.
+    `clocks`: one for each submitted choice; `key`: the name of the API key's holder; `grant`: its
+    part of the holder's quota; `operation`: as in HttpEndpoint.
     """
 
     id: str
@@ -65,18 +65,17 @@ class RequestRecord(Struct):
 
     @property
     def shown_status(self) -> int:
-        """The status that was sent, or a substitute if none was."""
         return self.status or (CLIENT_GONE if self.gone else 500)
 
     @property
     def failed(self) -> bool:
-        """Whether it failed by our fault: 5xx, or an error after a good head."""
+        """Whether it failed by our fault: 5xx, or an error after a 200."""
         by_client = self.error is None or isinstance(self.error, InvalidRequest | SlowReader)
         return self.shown_status >= 500 or (self.status == 200 and not by_client)
 
     @property
     def finish(self) -> str | None:
-        """How it ended, in OpenAI's words or those of quartet_requests_total{outcome}; several if choices differ."""
+        """How it ended: OpenAI's finish reasons, or an outcome of quartet_requests_total."""
         if self.gone:
             return "client_gone"
         if self.error is not None and self.clocks:
@@ -85,20 +84,20 @@ class RequestRecord(Struct):
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of all choices: as reported to the client, else as many as came."""
+        """Tokens of all choices, as reported to the client or as they came."""
         if self.output_tokens is not None or not self.clocks:
             return self.output_tokens
         return sum(clock.output_tokens for clock in self.clocks)
 
     @property
     def used_tokens(self) -> int:
-        """Tokens of its prompt and answers; 0 if the engine never began it."""
+        """Tokens of prompt and answers; 0 if the engine never started it."""
         if all(clock.scheduled is None for clock in self.clocks):
             return 0
         return (self.prompt_tokens or 0) + (self.tokens or 0)
 
     def first(self, point: str) -> float | None:
-        """Seconds from the submission to the first choice's `scheduled` or `first`; None: not reached yet."""
+        """Seconds from submission to the first choice's `scheduled` or `first`, or None."""
         spans = [(getattr(clock, point), clock.submitted) for clock in self.clocks]
         return min((moment - submitted for moment, submitted in spans if moment is not None), default=None)
 
@@ -113,7 +112,7 @@ def record_of(scope: Scope) -> RequestRecord:
 
 
 def access_fields(record: RequestRecord) -> JsonObject:
-    """The fields of the access line, besides method, route and id. Fields that do not apply are missing."""
+    """Fields of the access line except method, route and id. Those that do not apply are missing."""
     shown: JsonObject = {
         "status": record.shown_status,
         "key": record.key,
@@ -135,7 +134,7 @@ def access_fields(record: RequestRecord) -> JsonObject:
 
 
 def _error_fields(error: Exception | None) -> JsonObject:
-    """The error. Its sentence is included only if it is all ours: a refusal may quote the client."""
+    """The error's sentence is included only if it quotes nothing of the client."""
     if error is None:
         return {}
     fields: JsonObject = {"error": type(error).__name__}
