@@ -1,1 +1,2 @@
-"""The core: one thread, no torch. It owns every sequence, every page number and the queue, and decides what each step computes."""
+"""The core: one thread without torch that owns all sequences, pages and the queue, and plans each
+step."""
