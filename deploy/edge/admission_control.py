@@ -32,8 +32,9 @@ ANSWERS_PER_CHOICE = 4  # answers under way, those included that only wait for t
 class AdmissionControl:
     """The tickets of one engine.
 
-    choices    running or waiting at once tokens     of prompts waiting for prefill bytes      of
-    media waiting with them
+    choices    running or waiting at once
+    tokens     of prompts waiting for prefill
+    bytes      of media waiting with them
     """
 
     engine: EngineClient

@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 class ErrorShape(FrozenStruct):
     """How an API writes an error.
 
-    name        of its schema in the API's document write       from status, message, param and
-    code; always at least the same keys id_headers  in which its clients look for a request's id
+    name        of its schema in the API's document
+    write       from status, message, param and code; always at least the same keys
+    id_headers  in which its clients look for a request's id
     """
 
     name: str

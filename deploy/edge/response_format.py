@@ -29,10 +29,10 @@ class ServedModel(FrozenStruct):
 class Usage(FrozenStruct):
     """Token counts of a request, all choices together.
 
-    cached               prompt tokens that no choice computed reasoning            tokens of
-    thoughts, markers included media                prompt tokens of images, videos and clips, by
-    OpenAI's name of the count accepted, rejected   draft tokens that are, or are not, part of the
-    completion
+    cached               prompt tokens that no choice computed
+    reasoning            tokens of thoughts, markers included
+    media                prompt tokens of images, videos and clips, by OpenAI's name of the count
+    accepted, rejected   draft tokens that are, or are not, part of the completion
     """
 
     prompt: int

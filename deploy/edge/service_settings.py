@@ -44,11 +44,14 @@ def audio_row_samples(encoders: MediaGeometries) -> int:
 class ServiceSettings(FrozenStruct):
     """Settings of a served model.
 
-    names                 of the model; answers have the first others                names and
-    contexts of the cluster's other models fingerprint           of build, weights and setup
-    weight_format         names of `engine.weight_formats` row_samples           of its audio; 0 for
-    log-mel frames capacity              choices let in (admission_control.py) queue_tokens
-    prompt tokens that may wait adapters              folders by name
+    names                 of the model; answers have the first
+    others                names and contexts of the cluster's other models
+    fingerprint           of build, weights and setup
+    weight_format         names of `engine.weight_formats`
+    row_samples           of its audio; 0 for log-mel frames
+    capacity              choices let in (admission_control.py)
+    queue_tokens          prompt tokens that may wait
+    adapters              folders by name
     """
 
     names: tuple[str, ...]

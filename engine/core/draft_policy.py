@@ -34,11 +34,10 @@ DISCOUNT = 0.9  # of what drafts promise before any was verified
 class RowTimes:
     """Times of steps with one padded number of rows. Lists are by option.
 
-    expected  ms of a step, by the times at boot;   ms  of steps without and with prompt tokens, but
-    for these; 0: not measured chosen    the option in use;                    samples  of both
-    kinds, of a new option drafting  share of rows that may draft;         prompts    share of steps
-    that have prompt tokens loss      accumulated loss, in steps;           prompt_ms  of prompt
-    tokens, a step on average
+    expected  ms of a step, by the times at boot;   ms  of steps without and with prompt tokens, but for these; 0: not measured
+    chosen    the option in use;                    samples  of both kinds, of a new option
+    drafting  share of rows that may draft;         prompts    share of steps that have prompt tokens
+    loss      accumulated loss, in steps;           prompt_ms  of prompt tokens, a step on average
     """
 
     def __init__(self, expected: list[float], chosen: int) -> None:

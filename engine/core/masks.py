@@ -87,11 +87,13 @@ class ThoughtLimit:
 class MaskState:
     """Masks of one request. Updates its sequence through `Sequence.set_masks`.
 
-    masked    its tokens need masks compiled  shared matcher at the grammar's start, and its first
-    mask; None without a grammar ending    masked only because its thought may have to end matcher
-    of the grammar in force, or None read      tokens of the sequence that were read, prompt
-    included masks     int32 [n, words] for the tokens from index `length` on slow      tokens for
-    which its masks still count as slow;   making: the slow mask that a thread makes
+    masked    its tokens need masks
+    compiled  shared matcher at the grammar's start, and its first mask; None without a grammar
+    ending    masked only because its thought may have to end
+    matcher   of the grammar in force, or None
+    read      tokens of the sequence that were read, prompt included
+    masks     int32 [n, words] for the tokens from index `length` on
+    slow      tokens for which its masks still count as slow;   making: the slow mask that a thread makes
     """
 
     sequence: Sequence

@@ -128,8 +128,8 @@ class Hit:
     """A cached prefix of `count` pages.
 
     full, tail  pages of the full group; the last pages of the sliding group that the window needs
-    branch      page up to which only the full group has the prefix version     the hit is valid
-    while `PrefixCache.version` is this
+    branch      page up to which only the full group has the prefix
+    version     the hit is valid while `PrefixCache.version` is this
     """
 
     count: int

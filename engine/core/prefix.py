@@ -106,7 +106,8 @@ def equal_keys(keys: list[bytes], others: list[bytes], offset: int = 0) -> int:
 class PrefixCache:
     """Segments of both pools, which are one pool for a model without sliding layers.
 
-    version         changes with each tail, and so with what can be found evicted_pages   since boot
+    version         changes with each tail, and so with what can be found
+    evicted_pages   since boot
     events          is told of removals, or None
     """
 

@@ -26,8 +26,8 @@ from engine.protocol import (
 class Requests:
     """The queue, the slots and the outputs.
 
-    unfinished  open requests by id; `waiting` and `running` are in order of precedence longest
-    most tokens of one sequence that the pools can hold
+    unfinished  open requests by id; `waiting` and `running` are in order of precedence
+    longest     most tokens of one sequence that the pools can hold
     """
 
     def __init__(

@@ -31,10 +31,11 @@ class ChunkRow(NamedTuple):
 class InFlightStep(msgspec.Struct):
     """A plan whose result has not come.
 
-    rows      (sequence, admission number, width) of each decode row size      as in
-    DraftPolicy.choose;   drafting  number of sequences that may draft expected  its expected time,
-    if a target bounds the step crowded   prompts fill it, so its drafts are few waiting   sequences
-    whose chunk was skipped or cut because they wait for transfers
+    rows      (sequence, admission number, width) of each decode row
+    size      as in DraftPolicy.choose;   drafting  number of sequences that may draft
+    expected  its expected time, if a target bounds the step
+    crowded   prompts fill it, so its drafts are few
+    waiting   sequences whose chunk was skipped or cut because they wait for transfers
     """
 
     plan: StepPlan

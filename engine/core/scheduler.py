@@ -43,7 +43,7 @@ class StepBuilder(InFlightStep, kw_only=True):
 
     encoder_rows: int  # positions of media items that it may still encode
     begun: dict[Sequence, int]  # the position at which each one's chunk begins; it ends at `planned`
-    drafts: int = 0  # behind each sequence, if one may have any
+    drafts: int = 0  # of each sequence, if one may have any
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
     decode_rows: int = 0  # of sequences that decode
@@ -62,8 +62,9 @@ class StepBuilder(InFlightStep, kw_only=True):
 class Scheduler:
     """Call `schedule` for the next plan, and `commit` with each plan's result, in order.
 
-    pages         of each group, null page included times         of steps, measured at boot; needed
-    for time limits and to choose drafts cache_events  of the prefix cache, or None
+    pages         of each group, null page included
+    times         of steps, measured at boot; needed for time limits and to choose drafts
+    cache_events  of the prefix cache, or None
     """
 
     def __init__(

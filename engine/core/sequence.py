@@ -26,7 +26,7 @@ class PageState(msgspec.Struct, eq=False):
     """The pages that a sequence holds or shares. `root`: the key before its first page."""
 
     root: bytes
-    keys: list[bytes] = []  # of its first pages: as many as were needed so far
+    keys: list[bytes] = []  # of the first pages needed so far
     hit: Hit | None = None  # the last look-up in the prefix cache, while the sequence waits
     first_cached: int = -1  # positions found in the prefix cache at the first admission; -1 before
     cache_points: list[int] = []  # page counts at which the sequence leaves a prefix in the cache, ascending

@@ -49,9 +49,9 @@ class Prompt(NamedTuple):
 class Policy(NamedTuple):
     """How prompts share a step.
 
-    shortest_first  short prompts first, else by precedence overtaking      how many later requests
-    may be admitted before a request long            how many prompts longer than a step's budget
-    are computed at a time
+    shortest_first  short prompts first, else by precedence
+    overtaking      how many later requests may be admitted before a request
+    long            how many prompts longer than a step's budget are computed at a time
     """
 
     shortest_first: bool
@@ -337,7 +337,7 @@ class StepBudget:
         return [0] * len(prompts)
 
     def _enough(self, prompt: Prompt, most: int) -> int:
-        """Tokens worth a step: as many as take twice the time of the fewest."""
+        """Tokens worth a step: those that take twice the time of the fewest."""
         fewest = min(prompt.tokens, max(1, most // MIN_CHUNK_DIVISOR))
         time = self._estimate()
         least = self._estimate([Prompt(fewest, prompt.context)])

@@ -1,11 +1,11 @@
-"""Adapters on a rank: for each matrix that one of them names, A and B of all adapters, padded to one rank.
+"""LoRA adapters on a rank: A and B of all adapters for each matrix, padded to one rank.
 
     a [adapters, parts * r, n]   b [adapters, m, r]      scale is multiplied into B in fp32, before the cast
     a matrix of experts          index: expert * adapters + adapter
 
-Of a column-parallel matrix a rank has all of A and its rows of B; of a row-parallel one its columns of A and all of B, so that what
-it adds is its part of the sum over ranks. Parts of a merged matrix (q, k, v; gate, up) have an A each. V is K's product on layers
-without a V of their own: what is added to K is added to both.
+A column-parallel matrix has all of A and its rows of B; a row-parallel one its columns of A and all
+of B, so what it adds is its part of the sum over ranks. Parts of a merged matrix (q, k, v; gate,
+up) have an A each; on layers without V, what is added to K is added to V too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,8 @@ _LEAST_RANK = 16  # kernels take powers of 2 from here on
 
 
 class AdapterStack(nn.Module):
-    """A and B of all adapters for one matrix. ends: of each part's outputs; experts: how many matrices it is, one after another."""
+    """A and B of all adapters for one matrix. ends: of each part's outputs; experts: number of
+    stacked matrices."""
 
     def __init__(self, ends: tuple[int, ...], a: Tensor, b: Tensor, experts: int) -> None:
         super().__init__()
@@ -42,16 +43,15 @@ class AdapterStack(nn.Module):
         return LowRank(x, index, self.a, self.b, self.ends, done)
 
     def add(self, out: Tensor, x: Tensor, index: Tensor) -> None:
-        """Add what the rows' adapters make of x [T, n] to out [T, m]. index: int32 [T]."""
+        """Add the adapters' products of x [T, n] to out [T, m]. index: int32 [T]."""
         add_lora(out, x, index, self.a, self.b, self.ends)
 
     def of_experts(self) -> ExpertAdapters:
-        """The same for `kernels.experts`."""
         return ExpertAdapters(self.a, self.b, self.ends, len(self.a) // self.experts)
 
 
 class _Place(NamedTuple):
-    """Where a matrix's product lies: in the stack of the module `owner`, as part `part`; `expert`: of a matrix of experts."""
+    """Where a matrix's product is: module `owner`, part, expert."""
 
     owner: str
     part: int
@@ -60,7 +60,8 @@ class _Place(NamedTuple):
 
 @dataclass
 class _Owner:
-    """A matrix of the model that adapters change. ends: of its parts; columns: of x on this rank; rank: the largest one."""
+    """A matrix that adapters change. ends: of its parts; columns: of x on this rank; rank: the
+    largest."""
 
     ends: tuple[int, ...]
     columns: int
@@ -70,8 +71,8 @@ class _Owner:
 
 
 def load_adapters(model: Shard, tensors: TensorTable, folders: Mapping[str, str]) -> None:
-    """Give the model's matrices the adapters of these names and folders; on the meta device they stay empty. CheckpointError names
-    an adapter that has a tensor without a place, or one that is not finite, or that changes nothing."""
+    """Load adapters, by name and folder; empty on the meta device. CheckpointError names an adapter
+    with a tensor that has no place, is not finite or changes nothing."""
     mapped = map_adapters(folders, tensors, model.geometry)
     if not mapped:
         return
@@ -91,8 +92,8 @@ def load_adapters(model: Shard, tensors: TensorTable, folders: Mapping[str, str]
 def add_stacks(
     model: Shard, known: dict[str, Piece], ranks: Mapping[str, int], adapters: int
 ) -> tuple[dict[str, _Place], dict[str, AdapterStack]]:
-    """Give the model's matrices empty stacks of so many adapters. ranks: the largest of each matrix that one changes, by its name.
-    Returns where each matrix's product lies, and the stacks by path."""
+    """Add empty stacks. ranks: the largest of each changed matrix, by name. Returns each matrix's
+    place, and the stacks by path."""
     places, owners = _owners(known, model.dtype)
     for name, rank in ranks.items():
         owner = owners[places[name].owner]
@@ -104,12 +105,11 @@ def add_stacks(
 
 
 def has_adapters(model: Shard) -> bool:
-    """Whether adapters change a matrix of the model."""
     return any(isinstance(module, AdapterStack) for module in model.modules())
 
 
 def _owners(known: dict[str, Piece], dtype: torch.dtype) -> tuple[dict[str, _Place], dict[str, _Owner]]:
-    """Where each matrix's product lies, by the matrix's name; and the model's matrices by path."""
+    """Places by matrix name, and owners by path."""
     parts: dict[str, list[str]] = {}
     for name, piece in known.items():
         if not piece.targets[0].expert:
@@ -132,7 +132,6 @@ def _owners(known: dict[str, Piece], dtype: torch.dtype) -> tuple[dict[str, _Pla
 
 
 def _path(piece: Piece) -> str:
-    """The module that multiplies by the matrix."""
     return piece.weight or piece.targets[0].parameter.rpartition(".")[0]
 
 
@@ -145,7 +144,7 @@ def _rows(piece: Piece) -> tuple[int, int]:
 
 
 def _columns(piece: Piece) -> tuple[int, int]:
-    """First column of the matrix on this rank, and how many there are."""
+    """First column of the matrix on this rank, and their number."""
     (cut,) = piece.targets[0].cuts
     if cut.dim == 0:
         return 0, piece.shape[1]
@@ -165,7 +164,6 @@ def _stack(owner: _Owner, adapters: int, device: torch.device) -> AdapterStack:
 def _fill(
     adapter: AdapterTensors, index: int, known: dict[str, Piece], places: dict[str, _Place], stacks: dict[str, AdapterStack]
 ) -> None:
-    """Copy this rank's part of an adapter to its places."""
     config = adapter.config
     acting = 0
     with opened(config.file) as file:
@@ -188,14 +186,14 @@ def _read(file: Any, name: str, adapter: str) -> Tensor:
 
 
 def _acts(a: Tensor, b: Tensor, matrix: AdapterMatrix) -> bool:
-    """Whether B A is anything but zero, by the product with a row of no symmetry."""
+    """Whether B A differs from zero, by the product with one asymmetric row."""
     experts = max(1, matrix.experts)
     inner = a.view(experts, matrix.rank, -1) @ torch.linspace(0.5, 1.5, a.shape[1])
     return bool((b.view(len(b), matrix.rank, experts) * inner.t()).any())
 
 
 def _halves(matrix: AdapterMatrix, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields A and B of each of the model's matrices, by its name: those of all experts are unfolded."""
+    """A and B of each matrix of the model, by name; those of all experts are unfolded."""
     for expert in range(max(1, matrix.experts)):
         inner = a[expert * matrix.rank : (expert + 1) * matrix.rank]
         outer = b.view(len(b), matrix.rank, -1)[:, :, expert]

@@ -1,4 +1,4 @@
-"""Matrices in int8 with a scale for each output channel; rows of x are rounded to int8 with a scale of their own."""
+"""Matrices in int8 with a scale for each output channel; rows of x are quantised to int8 too."""
 
 import torch
 from torch import Tensor

@@ -1,9 +1,9 @@
-"""A rank's KV cache: one object per KV group owns the group's pool and its page table.
+"""A rank's KV cache: pool and page table of each KV group.
 
-    table [slots, width]              pool [owned layers, pages, 2, kv_heads, page, head_dim]
-    slot 0 | 7 | 3 | 0 | 0 |   ->     page 7: positions 0 .. page - 1 of slot 0, page 3: the next ones
-    slot 1 | 0 | 0 | 9 | 0 |          page 9: slot 1 runs in a window, its older pages were released
-                                      page 0: the null page; every entry of a table is valid in its own pool
+table [slots, width]              pool [owned layers, pages, 2, kv_heads, page, head_dim]
+slot 0 | 7 | 3 | 0 | 0 |   ->     page 7: positions 0 .. page - 1 of slot 0, page 3: the next ones
+slot 1 | 0 | 0 | 9 | 0 |          page 9: slot 1 has a window; its older pages were released
+                                  page 0: the null page; every table entry is valid in its pool
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,12 @@ ROW_TOKENS = 256  # a table row covers a multiple of so many positions: the step
 
 
 class GroupCache:
-    """Pool and table of one KV group on one rank; both zero-filled.
+    """Pool and table of one KV group, zero-filled.
 
-    group  what it holds
-    pool   [owned layers, pages, 2, kv_heads, page, head_dim] of its dtype: K at [..., 0, ...], V at [..., 1, ...]; page 0 is null
-    layers the pool's [pages, 2, kv_heads, page, head_dim] by index of the model's layers that own their K and V
+    pool   [owned layers, pages, 2, kv_heads, page, head_dim]: K at [..., 0, ...], V at [..., 1, ...]; page 0 is null
+    layers [pages, 2, kv_heads, page, head_dim] by index of the layers that own K and V
     table  int32 [slots, width], contiguous; width covers `max_len` and is a multiple of 256 // page
-    read_width  page ids that a sequence of `queries` queries reads at most: the table's width, or those of a window
+    read_width  most page ids that a sequence of `queries` queries reads
     """
 
     def __init__(
@@ -47,8 +46,6 @@ class GroupCache:
 
 
 class KVCache:
-    """All groups of a rank, found by layer."""
-
     def __init__(self, groups: Sequence[GroupCache]) -> None:
         self.groups = tuple(groups)
         self._of = {layer: cache for cache in self.groups for layer in cache.group.layers}
@@ -57,16 +54,15 @@ class KVCache:
         return iter(self.groups)
 
     def of(self, layer: Layer) -> GroupCache:
-        """Returns the group that holds what `layer` reads: its own K and V, or its producer's."""
+        """The group that holds what `layer` reads: its own K and V, or its producer's."""
         return self._of[layer.kv_source]
 
     def page_rows(self, sequences: int) -> PageIds:
-        """Allocate int32 [sequences, read_width] of each group."""
+        """int32 [sequences, read_width] of each group."""
         return tuple(cache.table.new_zeros(sequences, cache.read_width, dtype=torch.int32) for cache in self)
 
     def gather(self, slots: Tensor, positions: Tensor, pages: PageIds) -> PageIds:
-        """Gather the page ids that rows (slot, position), int32 each, read -> `pages`, `page_rows` of their sequences
-        (`gather_pages`), which it returns."""
+        """Gather the page ids that rows (slot, position), int32 each, read into `pages`."""
         for cache, page_ids in zip(self, pages, strict=True):
             gather_pages(cache.table, slots, positions, cache.group.page, cache.group.window, page_ids)
         return pages

@@ -1,8 +1,8 @@
-"""A matrix of a model on one rank: the tensors it is stored as, and its products.
+"""A matrix of a model on one rank: its stored tensors and its products.
 
-`Weight` is the format `plain`. Another format is a derived class in a file of its own and an entry in `engine.weight_formats`. It
-gives `weight`, by which every product is right, or `matrix`, which kernels read as it is stored. Layers know no format:
-`engine.rank.load` puts the checkpoint's in the places of their empty weights.
+`Weight` is the format `plain`. Another format derives from it and has an entry in
+`engine.weight_formats`; it gives `weight`, or `matrix` for kernels that read the stored form.
+Layers know no format.
 """
 
 from pkgutil import resolve_name
@@ -23,16 +23,15 @@ from kernels.packed import Activations, Matrix
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Makes a parameter that is loaded later."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
 class Weight(nn.Module):
-    """W [m, n], or that of each expert [experts, m, n]: this rank's part of the matrix. Made without tensors, by its shape alone.
+    """W [m, n], or of each expert [experts, m, n]: this rank's part. Made without tensors.
 
     weight      its values in `dtype`
-    packs_rows  its products read x as `kernels.packed.PackedRows`: whoever makes x may pack it
-    adapters    an `AdapterStack`, where adapters change the matrix (`engine.rank.adapter_stacks`)
+    packs_rows  its products may read x as `kernels.packed.PackedRows`
+    adapters    an `AdapterStack`, or None
     """
 
     weight: Tensor
@@ -56,11 +55,12 @@ class Weight(nn.Module):
         return made
 
     def loaded(self) -> None:
-        """Called once, when the tensors have been filled: brings them into the order that kernels read."""
+        """Called once the tensors are filled: brings them into the kernels' order."""
 
     @property
     def matrix(self) -> Matrix:
-        """What kernels read. Its tensors are constant: kernels load them before they wait for the kernels before them."""
+        """What kernels read. It must be constant: kernels prefetch it before they wait for earlier
+        kernels."""
         return self.weight
 
     def product(self, x: Activations, epilogue: Epilogue = NONE, out: Tensor | None = None, added: LowRank | None = None) -> Tensor:
@@ -85,8 +85,8 @@ class Weight(nn.Module):
     def experts(
         self, x: Tensor, weights: Tensor, chosen: Tensor, down: "Weight", dense: PendingTensor, index: Tensor | None = None
     ) -> Tensor:
-        """`kernels.experts` of this matrix, [G; U] of each expert, and `down`, in the same format. index: int32 [T], the adapter of
-        each row; None: no row has one."""
+        """`kernels.experts` of this matrix, [G; U] of each expert, and `down`, in the same format.
+        index: int32 [T], adapters, or None."""
         if index is None or (self.adapters is None and down.adapters is None):
             return experts(x, weights, chosen, self.matrix, down.matrix, dense)
         pair = None if self.adapters is None else self.adapters.of_experts()
@@ -94,7 +94,6 @@ class Weight(nn.Module):
         return adapted_experts(x, weights, chosen, self.matrix, down.matrix, dense, AdaptedRows(index, pair, last))
 
     def rows(self, ids: Tensor, first: int, placeholders: Tensor, pad: int) -> Tensor:
-        """`kernels.embed`: rows of this table, which begins at row `first` of the vocabulary's."""
         return embed(ids, self.weight, first, placeholders, pad)
 
 
