@@ -1,10 +1,10 @@
-"""Accepts draft tokens and makes a drafter's next inputs, between the sampling of a step and the first drafting pass.
+"""Accepts draft tokens and makes a drafter's inputs, after a step's sampling.
 
     sampled   s_0 s_1 .. s_W      s_i is the target's token after the row's input and draft tokens d_1 .. d_i
     accepted  s_0 .. s_a          a: the first i with s_i != d_{i+1}, or W; less if an earlier one is a stop id or has no token
 
-Equality with the target's own sample is exact at every temperature: a token's noise depends on seed, position and id only. The
-sequence's length advances by a. Its drafter starts from s_a and the hidden row that gave it.
+This is exact at every temperature, since a token's noise depends only on seed, position and id. The
+sequence's length grows by a.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ _COLUMNS = 2048  # of a hidden row copied at once
 
 
 class DraftInputs(NamedTuple):
-    """A drafter's n rows, one for each sequence, then padding.
+    """A drafter's n rows, one a sequence, then padding.
 
     ids        int32 [n]: the last accepted token, whose K and V are not computed yet
     slots      int32 [n]
@@ -37,10 +37,10 @@ class DraftInputs(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Sequences of `width` sampled rows each, consecutive.
+    """Sequences of `width` consecutive sampled rows.
 
-    chosen     int32 [n * width, 2]: each row's token, and its flags, 0 if it has one (`kernels.choose`)
-    ids        int32 [n * width]: the rows' inputs;   slots, positions  int32 [n * width], of the inputs; -1: padding
+    chosen     int32 [n * width, 2]: token and flags (`kernels.choose`)
+    ids        int32 [n * width]: inputs;   slots, positions  int32 [n * width], of the inputs; -1: padding
     hidden     [n * width, m], the rows that gave the tokens
     """
 
@@ -53,10 +53,10 @@ class Verified(NamedTuple):
 
 
 def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: DraftInputs) -> Tensor:
-    """int32 [m], for each row of `out`: how many of a sequence's sampled tokens are accepted, 1 to width; 0: padding. Fills `out`.
+    """int32 [m], for each row of `out`: accepted tokens, 1 to width; 0: padding. Fills `out`.
 
-    stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by one less than the number accepted. padding: slot of
-    `out`'s rows after the last sequence.
+    stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by one less. padding: slot of
+    padding rows.
     """
     width, count = rows.width, len(out.ids)
     sequences = len(rows.chosen) // width
@@ -102,7 +102,6 @@ def _accept(
     WIDTH: constexpr, LANES: constexpr, STOPS: constexpr, BLOCK: constexpr, OFFSETS: constexpr, OFFSET_LANES: constexpr,
     HIDDEN: constexpr, COLUMNS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One sequence: the first position at which it ends."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)

@@ -1,10 +1,10 @@
-"""A step's prefill chunks, listed on the device from its plan: the host decides none of it, so that a graph can hold such steps.
+"""Lists a step's prefill chunks on the device from its plan, so that a graph can hold such steps.
 
     chunk_inputs   rows of the chunks; the list of chunks; the rows that give results, those of chunks first
     extend_tiles   the list, cut into tiles of queries of one sequence
 
-A list is int32 [n, 4]: slot, first row, first position, rows of each chunk. Rows that no chunk has are padding, one entry after
-the chunks: at positions below 0, which see nothing. Entries after it have no rows.
+A list is int32 [n, 4]: slot, first row, first position, rows of each chunk, then one entry of
+padding rows at positions below 0, then entries without rows.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ _BLOCK = 64  # chunks looked at in a turn
 
 
 class StepRows(NamedTuple):
-    """A step's rows: those of chunks, padded, then those of sequences that decode, which are there already: int32 [T] each."""
+    """A step's rows int32 [T] each: chunks, padded, then decode rows, which are there already."""
 
     ids: Tensor
     positions: Tensor
@@ -30,8 +30,8 @@ class StepRows(NamedTuple):
 
 
 class ResultInputs(NamedTuple):
-    """Of the rows that give results, `width` of each sequence: rows int64 [R] of the step, slots and positions int32 [R]. Of a
-    chunk one row gives one: the others are padding, as are rows after the last result, at position -1."""
+    """Rows that give results, `width` a sequence: rows int64 [R] of the step, slots and positions
+    int32 [R]. A chunk's others, and rows after the last, are padding, at position -1."""
 
     rows: Tensor
     slots: Tensor
@@ -42,9 +42,10 @@ def chunk_inputs(
     plan: Tensor, layout: PlanLayout, tokens: Tensor, padding: int, rows: StepRows, prompts: int, chunks: Tensor,
     results: ResultInputs, width: int = 1,
 ) -> None:  # fmt: skip
-    """Fill rows [0, prompts) of the step, the list `chunks` int32 [n + 1, 4] of a plan of at most n chunks, and `results`.
+    """Fill rows [0, prompts) of the step, the list `chunks` int32 [n + 1, 4] of a plan of at most n
+    chunks, and `results`.
 
-    tokens int32 [slots, max_len + ..];  padding: the slot of padding rows;  width: decode rows of a sequence, after `prompts`
+    tokens int32 [slots, max_len + ..];  padding: slot of padding rows;  width: decode rows of a sequence, after `prompts`
     """
     if enabled(plan):
         launch(
@@ -74,11 +75,12 @@ def chunk_inputs(
 
 
 def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
-    """The list `chunks` of at most `rows` rows, cut into tiles of up to `tokens` queries each -> a list again, int32 [m, 4].
+    """The list `chunks` of at most `rows` rows, cut into tiles of up to `tokens` queries -> a list
+    int32 [m, 4].
 
-    Longest first, so that no long one is left when the others have ended; but before them every fourth, from the shortest on: CTAs
-    that begin at once and read the same keys at the same rate wait for one another's lines of the L2 cache (H200, 8192 tokens, head
-    dim 512: 1.88 ms a layer, 1.97 by length alone, 2.12 in order).
+    Longest tiles first, to fill the last wave, but before them every fourth, shortest first: CTAs
+    that read the same keys at once wait for the same L2 lines (H200, 8192 tokens, head dim 512:
+    1.88 ms a layer, 1.97 by length alone, 2.12 in order).
     """
     tiles = chunks.new_empty((rows // tokens + len(chunks), 4), dtype=torch.int32)
     if enabled(chunks):
@@ -100,7 +102,6 @@ def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
 
 @triton.jit
 def _store_entries(entries, index, slot, row, position, count, live):
-    """Entries of a list, as the module has it, at these indices."""
     entry = entries + 4 * index
     tl.store(entry, slot, live)
     tl.store(entry + 1, row, live)
@@ -115,7 +116,7 @@ def _chunk_inputs(
     HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, CHUNK: constexpr, WIDTH: constexpr, ROWS: constexpr, BLOCK: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
-    """ROWS rows; the first program fills the list and the results as well."""
+    """ROWS rows; the first program also fills the list and the results."""
     trigger(PDL)
     wait(PDL)
     decodes, count = tl.load(plan + COUNTS), tl.load(plan + COUNTS + 1)

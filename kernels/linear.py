@@ -1,16 +1,15 @@
-"""Weight products and what follows each in the same kernel, its epilogue.
+"""Weight products with their epilogue in the same kernel.
 
     linear(x; W)                 = cast( x W^T )
     linear(x; W, GEGLU)          = cast( gelu_tanh(x G^T) * x U^T )        W = [G; U]
     linear(x; W, gelu_times(u))  = cast( gelu_tanh(x W^T) * u )
 
-x [T, n], W [m, n], contiguous. W is plain, or packed (`kernels.packed`): both operands of a product are fp8, and the sum is
-multiplied by the scales of its row of x and its row of W; or x is plain, and weights of four bits are made numbers in registers. A
-decode step reads every weight once. The kernels for few rows exist to
-keep memory busy: they load weights, which are constant, before they wait for the kernels before them (kernels.launch), and x after.
-One row or two: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 64, and more with few outputs: `tl.dot` on
-tiles in shared memory (`_gemm`), rows padded. More rows, and dtypes other than bf16: the library. All sums are fp32. A row's result
-depends on that row alone, and on the kernel and tile that `kernels.tiles` names for the number of rows.
+x [T, n], W [m, n], contiguous; W is plain, or packed (`kernels.packed`): fp8 products multiply the
+sum by the scales of both rows; four-bit weights become numbers in registers. A decode step is bound
+by reading weights, so kernels load them before they wait for earlier kernels (kernels.launch). One
+row or two: `_gemv`, lanes in fp32. Up to 64, more with few outputs: `_gemm`, `tl.dot` with padded
+rows. Otherwise, and for dtypes other than bf16: the library. Sums are fp32. A row's result depends
+only on that row, and on the kernel and tile that `kernels.tiles` names for the row count.
 """
 
 from typing import NamedTuple
@@ -43,10 +42,7 @@ from kernels.tiles import GemmShape, Tile, choose
 
 
 class Epilogue(NamedTuple):
-    """What follows a product.
-
-    gated  W is [G; U];  up [T, m]  what the product's GELU is multiplied by, rows may lie apart;  dtype  of the result, None: x's
-    """
+    """gated  W is [G; U];  up [T, m]  factor of the product's GELU, rows may be strided;  dtype  of the result, None: x's"""
 
     gated: bool = False
     up: Tensor | None = None
@@ -58,7 +54,6 @@ FP32 = Epilogue(dtype=torch.float32)  # the product is not rounded to x's dtype:
 
 
 def gelu_times(up: Tensor) -> Epilogue:
-    """gelu_tanh(x W^T) * up."""
     return Epilogue(up=up)
 
 
@@ -68,7 +63,9 @@ def linear(
     """x [T, n], weight [m, n] -> [T, m] in the epilogue's dtype, or in `out`; gated: weight [2 m, n]. `added` comes before the
     epilogue.
 
-    Up to 64 rows on a GPU a gated product stays fp32 until the one cast; elsewhere it is rounded to x's dtype before the gate."""
+    Up to 64 rows on a GPU a gated product stays fp32 until the one cast; elsewhere it is rounded to
+    x's dtype before the gate.
+    """
     packed = packed_matrix(weight)
     tile = _tile(x, packed, gated=epilogue.gated)
     if tile is not None and (added is None or added.fits(tile, gated=epilogue.gated)):
@@ -87,7 +84,7 @@ def linear(
 
 
 def linear_gated(x: Activations, weight: Matrix) -> Activations:
-    """`linear` with GEGLU for a product of packed operands: of many rows the result comes as `PackedRows`."""
+    """`linear` with GEGLU for a packed product: the result of many rows is `PackedRows`."""
     if enabled(x) and _tile(x, packed_matrix(weight), gated=True) is None:
         return geglu_rows(linear(x, weight))
     return linear(x, weight, GEGLU)
@@ -131,8 +128,8 @@ def _library(x: Activations, weight: PackedMatrix, out: Tensor) -> Tensor:
 
 
 def _tile(x: Activations, weight: PackedMatrix, *, gated: bool = False, parts: bool = False) -> Tile | None:
-    """The product's tile (`choose`); None: the library computes it. AssertionError unless shapes, dtypes and contiguity are as the
-    kernels take them for granted."""
+    """The product's tile, or None for the library. AssertionError unless shapes, dtypes and
+    contiguity fit."""
     rows, n = x.shape
     assert n == weight.columns, (x.shape, weight.values.shape)
     assert weight.dtype in (None, x.dtype), (x.dtype, weight.dtype)
@@ -151,7 +148,7 @@ def _run(
     sent: InboxPart | None = None,
     added: LowRank | None = None,
 ) -> Tensor:
-    """Starts `tile`'s kernel. sent: it writes to that buffer of the inboxes, and `out` is this rank's own."""
+    """Start `tile`'s kernel. sent: the inbox buffer that it writes to."""
     up, k = epilogue.up, x.shape[1]
     assert up is None or up.stride(1) == 1, up.stride()
     m = weight.rows // (1 + epilogue.gated)
@@ -182,7 +179,7 @@ def _store(
     total, out, row, column, live, inboxes, rank, buffer,
     SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr,
 ):  # fmt: skip
-    """`total` to its rows of `out`, or, rounded to the dtype whose bits inboxes hold, to this rank's part in every rank's inbox."""
+    """Store `total` to its rows of `out`, or to this rank's part in every inbox."""
     if SIZE == 0:
         tl.store(out + row.to(tl.int64) * WIDTH + column, cast(total, out.dtype.element_ty), live)
     else:
@@ -202,7 +199,8 @@ def _load(base, TURN: constexpr, K: constexpr, BK: constexpr, POLICY: constexpr)
 
 @triton.jit
 def _add_products(sums, tile, values, LANE: constexpr):
-    """`sums` [BN, BK / LANE] and the products of a weight tile [BN, BK] with a row's values [1, BK], LANE neighbours at once."""
+    """Add products of a weight tile [BN, BK] with a row's values [1, BK] to `sums` [BN, BK / LANE],
+    LANE neighbours at once."""
     products = tl.reshape(tile.to(tl.float32) * values, [sums.shape[0], sums.shape[1], LANE])
     return sums + tl.sum(products, 2)
 
@@ -214,8 +212,8 @@ def _gemv(
     SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr,
     ADAPTERS: constexpr, SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of ROWS of the rows. A thread adds up products of neighbouring columns, 16 bytes of them, at once; the sum over
-    threads comes last. The loop over K is unrolled, so that EARLY weight tiles are always on their way."""
+    """BN outputs of ROWS rows. A thread sums neighbouring columns, 16 bytes at once; the sum over
+    threads is last. The unrolled loop keeps EARLY weight tiles in flight."""
     trigger(PDL)
     TILES: constexpr = (K + BK - 1) // BK
     LANE: constexpr = 8 if scale is None else 16

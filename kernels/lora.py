@@ -1,4 +1,4 @@
-"""Low-rank products of rows that have adapters, added to the product of the model's own matrix.
+"""Low-rank products of rows with adapters, added to the product of the model's matrix.
 
     out_t += B_s,p A_s,p x_t       s = index_t, the adapter of row t; of -1 nothing is added; p: part of the outputs
 
@@ -156,7 +156,7 @@ def _reference(out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends
 
 @triton.jit
 def _adapter(index, number, LAST: constexpr):
-    """The adapter of this `number` among those of the rows, in ascending order; LAST: they have fewer."""
+    """The `number`-th adapter of the rows, ascending; LAST if there are fewer."""
     adapter = tl.min(tl.where(index >= 0, index, LAST), 0)
     for _ in range(number):
         adapter = tl.min(tl.where(index > adapter, index, LAST), 0)
