@@ -1,4 +1,4 @@
-"""The memory arithmetic of the KV cache: how many bytes it may take, and how many pages each group gets. No torch."""
+"""The memory arithmetic of the KV cache. No torch."""
 
 from collections.abc import Sequence
 
@@ -24,15 +24,15 @@ ENCODER_CACHE_BYTES = 256 << 20  # of encoders' outputs that a rank keeps
 
 
 def kv_budget(config: EngineConfig, total: int, used: int) -> int:
-    """Returns the bytes that a rank may spend on all pools: on a CPU its part of CPU_BYTES; on a GPU, of whose `total` bytes `used`
-    are taken, what `memory_fraction` leaves beside `reserved_bytes`, below zero when nothing is left."""
+    """Bytes for all pools of a rank: a part of CPU_BYTES on a CPU; on a GPU, with `used` of `total`
+    bytes taken, what `memory_fraction` leaves without `reserved_bytes`, perhaps below zero."""
     if config.device == "cpu":
         return CPU_BYTES // config.tp
     return int(total * config.memory_fraction) - used - reserved_bytes(config)
 
 
 def reserved_bytes(config: EngineConfig) -> int:
-    """Returns the bytes that a rank takes on a GPU once its pools are sized: for sampling, and for encoders."""
+    """Bytes that a rank allocates on a GPU after its pools: for sampling and encoders."""
     sampling = sampling_bytes(config.max_seqs, config.geometry.vocab, config.tp, config.widest)
     encoders = config.media.values()
     activations = max((encoder_row_bytes(encoder, ITEMSIZE[config.dtype]) for encoder in encoders), default=0)
@@ -41,8 +41,8 @@ def reserved_bytes(config: EngineConfig) -> int:
 
 
 def inbox_rows(config: EngineConfig, geometry: Geometry) -> int:
-    """Returns up to how many rows of a step are summed over inboxes (`kernels.fused_allreduce_norm`): all decode rows, and prompts'
-    too where no rank needs all rows of the residual."""
+    """Most rows of a step that are summed over inboxes: all decode rows, and prompts' where ranks
+    keep the residual of own rows only."""
     own = sequence_rows(config, geometry)
     most = min(own.start, own.stop) - 1 if own.stop else buckets(config.max_seqs)[-1] * config.widest
     return min(most, INBOX_BYTES // _inbox_row_bytes(config, geometry))
@@ -62,8 +62,8 @@ def exchange_bytes(config: EngineConfig, geometry: Geometry) -> int:
 
 
 def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
-    """Returns the bytes that a soft token takes while it is made: in an MLP, or where pixels become numbers; in attention of audio,
-    where each row has the keys and values that it sees, in fp32."""
+    """Peak bytes of a soft token in an encoder: in an MLP, in pixel conversion, or in audio
+    attention, whose rows copy their keys and values in fp32."""
     if isinstance(encoder, AudioGeometry):
         return 4 * encoder.features * (encoder.unified or 4) + 4 * encoder.hidden * (3 * encoder.reach + 8) * (not encoder.unified)
     width = 4 * (encoder.hidden + encoder.layers[0].intermediate) * itemsize + 8 * encoder.hidden
@@ -71,15 +71,14 @@ def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
 
 
 def sampling_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
-    """Returns the bytes that a rank takes for sampling once its pools are sized: `adjustment_bytes`; the logits of a step's rows,
-    `width` a sequence, in the memory of captured steps and in that of eager ones, and there once more, as they were, for rows with
-    logprobs; and PIECES of logits."""
+    """Bytes for sampling: `adjustment_bytes`; three copies of a step's logits, `width` rows a
+    sequence (captured steps, eager ones, and the originals for logprobs); PIECES of logits."""
     logits = 4 * buckets(max_seqs)[-1] * width * vocab_share(vocab, tp)
     return adjustment_bytes(max_seqs, vocab, tp, width) + 3 * logits + 4 * PIECES * PIECE_LOGITS
 
 
 def adjustment_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
-    """Returns the bytes of the tables of adjusted logits, of all slots and the padding's
+    """Bytes of the tables of adjusted logits, of all slots and the padding's
     (`kernels.sampling_batch.SlotAdjustments`)."""
     share = vocab_share(vocab, tp)
     words = max(((rank + 1) * share - 1 >> 5) - (rank * share >> 5) + 1 for rank in range(tp))
@@ -88,8 +87,8 @@ def adjustment_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
 
 
 def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
-    """Returns the pages of each KV group: as configured, else what fits `kv_bytes`, the least that any rank has left. ConfigError
-    if that is below zero, or too little."""
+    """Pages of each KV group: as configured, else what fits `kv_bytes`, the least of any rank.
+    ConfigError: too little."""
     if kv_bytes < 0:
         raise ConfigError(
             f"weights do not fit: they, and what is reserved for sampling and encoders, take {-kv_bytes / 2**30:.2f} GiB more of a "
@@ -104,17 +103,17 @@ def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
 
 
 def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int]) -> int:
-    """Returns the tokens of the longest sequence, prompt and output, that pools of so many pages (null page included) hold while
-    nothing else runs. Full attention decides: a sliding pool holds at least one whole window. The last token needs no page."""
+    """Tokens of the longest sequence that the pools hold alone. Full attention decides, as a
+    sliding pool holds a window. The last token needs no page."""
     return (pages[-1] - 1) * groups[-1].page + 1
 
 
 def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available: int) -> tuple[int, ...]:
-    """Returns the pages of each group, null page included, for one rank that may spend `bytes_available` on all pools.
+    """Pages of each group, null page included, for one rank.
 
-    Sized by need: a sliding group gets what all slots and the budgets of the plans that are out can hold at once, and a window for
-    each conversation that the cache is to hold beside them; a full group what is left, and none more than sequences of `max_len`
-    tokens fill. ConfigError, with the numbers, if not even one page of a full group fits.
+    A sliding group gets what all slots and plans in flight can hold, and a window for each cached
+    conversation; a full group the rest, at most `max_seqs` sequences of `max_len`. ConfigError with
+    the numbers.
     """
     *sliding, full = groups
     spent = sum(_sliding_pages(group, config) * group.page_bytes for group in sliding)
@@ -136,8 +135,7 @@ def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available:
 
 
 def _sliding_pages(group: KVGroup, config: EngineConfig) -> int:
-    """Returns the pages of a sliding group for the windows of all slots, the prompts of the plans that are out (held until their
-    results are in), and the null page."""
+    """Windows of all slots, prompts of plans in flight, and the null page."""
     assert group.window is not None
     window = -(-(group.window + 1) // group.page) + 1
     limit = config.max_seqs * -(-config.max_len // group.page) + 1
@@ -145,6 +143,6 @@ def _sliding_pages(group: KVGroup, config: EngineConfig) -> int:
 
 
 def _window_pages(group: KVGroup) -> int:
-    """Returns the pages of a sliding group for the window that a cached prefix ends with."""
+    """Pages of the window at a cached prefix's end."""
     assert group.window is not None
     return -(-(group.window - 1) // group.page)
