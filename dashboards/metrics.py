@@ -1,13 +1,12 @@
-"""The one table of metrics: name, help with its clock points, where the figure comes from, labels, buckets, vLLM's name.
+"""The table of metrics: name, help, source, labels, buckets, vLLM's name.
 
     ENGINE             one target a replica: its exporter registers what stands here and nothing else
     DISCOVERY_METRICS  one target a cluster: what the discovery endpoint knows, and a dead replica cannot say any more
     RETIRED            of DISCOVERY_METRICS: each counter of ENGINE once more, summed over the replicas that are gone
     DEPLOYMENT_TOTALS  of DISCOVERY_METRICS: the same, over the running ones, too
 
-Labels that say who is scraped (`TARGET_LABELS`) come from service discovery and stand on no row of ENGINE. Buckets resolve what
-Gemma 4 does, 2 to 40 ms a token, and contain every bound that vLLM has, so that its dashboards' `le=` selectors hit.
-Clock points are those of engine/events.py: submitted, scheduled, first, last, ended; all on the replica's monotonic clock.
+`TARGET_LABELS` come from service discovery. Buckets resolve 2 to 40 ms a token, and contain vLLM's
+bounds, so its dashboards' `le=` selectors match. Clock points are those of engine/events.py.
 
 `source` is one of two:
 
@@ -45,7 +44,8 @@ STEP_TOKENS_BUCKETS = (1, *(1 << power for power in range(3, 15)))
 
 
 class Metric(NamedTuple):
-    """One row. `name` is what a query says: counters end in `_total`, histograms are asked as `<name>_bucket`, `_sum`, `_count`."""
+    """One row. `name` is what queries use: counters end in `_total`, histograms get `_bucket`,
+    `_sum`, `_count`."""
 
     name: str
     help: str
@@ -60,12 +60,11 @@ class Metric(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind, which its name and buckets tell: counter, gauge or histogram."""
         return "histogram" if self.buckets else "counter" if self.name.endswith("_total") else "gauge"
 
     @property
     def stem(self) -> str:
-        """The name without a counter's `_total`, as prometheus-client wants it."""
+        """The name without `_total`, for prometheus-client."""
         return self.name.removesuffix("_total")
 
 
@@ -406,7 +405,7 @@ _DEPLOYMENT = "application deployment"
 
 
 def deployment_counters(prefix: str, summed: str) -> dict[str, Metric]:
-    """Makes a deployment's own counter for each of its replicas' that outlives them, by the name of that."""
+    """A deployment's counter for each replica counter that outlives it."""
     return {
         row.name: Metric(
             row.name.replace("quartet", prefix, 1), f"{row.name}, {summed}", label_names=f"{_DEPLOYMENT} {row.label_names}"

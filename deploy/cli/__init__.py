@@ -1,4 +1,4 @@
-"""The commands of `quartet`, one a module: `register` adds its options, `run` does it.
+"""The commands of `quartet`, a module each with `register` and `run`.
 
-What takes a while to import, a command imports when it runs: `--help` stays quick.
+Commands import slow modules only when they run.
 """

@@ -1,10 +1,10 @@
-"""Request bodies and the memory that they take: who may send one is decided before it is sent, and no upload ends another.
+"""Request bodies and their memory: an upload is admitted before it is sent, and never ends another.
 
     head --claim--> [ body comes ] --parsed--> [ its media wait for decoders ] --decoded--> nothing
     text            `texts`                    (nothing)
     mostly media    `media`                    `media`
 
-A body above TEXT_BYTES can only be media. So text is never refused for media that wait, however many there are.
+A body above TEXT_BYTES can only be media, so waiting media never make text be refused.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _FULL = "Too many large bodies are being sent or wait to be read; please try aga
 
 
 class Uploads:
-    """What bodies may take: `coming` counts those on their way, `texts` and `media` the bytes of larger ones."""
+    """`coming` counts bodies in transit; `texts` and `media` count bytes of larger ones."""
 
     def __init__(self, limits: LimitSettings) -> None:
         self.limits = limits
@@ -35,8 +35,8 @@ class Uploads:
         self.media = Share(limits.upload_bytes)
 
     async def read(self, upload: "Upload", receive: Receive, length: int) -> None:
-        """The whole body; `length` is what its head says, or 0. TooLarge, TooSlow; Overloaded: it has no room, by its head where
-        that gives its length; ClientDisconnect: the client leaves before its end."""
+        """The whole body; `length` from its head, or 0. TooLarge, TooSlow, ClientDisconnect;
+        Overloaded, by the head if it gives the length."""
         if not self.coming.take(upload.claim.client, 1):
             raise Overloaded("Too many bodies are being sent; please try again shortly.")
         try:
@@ -62,7 +62,7 @@ class Uploads:
 
 
 class Claim:
-    """What a client holds of `uploads` for one body. It is given back once, when the body is parsed or its media are decoded."""
+    """What a client holds for one body, released once it is parsed or its media are decoded."""
 
     def __init__(self, uploads: Uploads, client: str) -> None:
         self.client = client
@@ -71,19 +71,19 @@ class Claim:
         self._bytes = 0
 
     def grow(self, size: int) -> None:
-        """Hold `size` bytes, unless it holds as many. Overloaded: they are not there for the client, and it holds nothing."""
+        """Hold at least `size` bytes. Overloaded holds nothing."""
         if size > max(SMALL_BYTES, self._bytes):
             self._hold(self._uploads.media if size > TEXT_BYTES else self._uploads.texts, size)
 
     def parsed(self, size: int, *, has_media: bool) -> None:
-        """The body, of `size` bytes, is gone; its media, if it has some, are still to be decoded. Overloaded: they have no room."""
+        """The body is parsed; its media, if any, are still to be decoded. Overloaded."""
         if not has_media:
             self.release()
         elif self._share is not self._uploads.media:
             self._hold(self._uploads.media, size)
 
     def release(self) -> None:
-        """Give all back. Idempotent."""
+        """Idempotent."""
         self._share.give_back(self.client, self._bytes)
         self._bytes = 0
 
@@ -97,15 +97,14 @@ class Claim:
 
 @dataclass(eq=False)
 class Upload:
-    """A request's body."""
-
     claim: Claim
     body: bytearray = field(default_factory=bytearray)
 
     def replayed(self, receive: Receive) -> Receive:
-        """A `receive` that gives the body first, and then that the client has gone; more of its body, that nobody wants, is let go.
+        """A `receive` that gives the body, then the disconnect; an unwanted rest is discarded.
 
-        Whoever asks for more has read the body. Its claim ends then, unless the application in this process ends it.
+        A second call means that the body was read, and ends its claim unless this process's
+        application does.
         """
         is_read = False
 
@@ -132,12 +131,12 @@ _APPLICATIONS: WeakSet[asyncio.AbstractEventLoop] = WeakSet()  # loops of applic
 
 
 def note_claim(claim: Claim) -> None:
-    """Let the application behind this guard find the claim, if it runs on this loop."""
+    """Let the guarded application on this loop find the claim."""
     _GUARDS_CLAIM.set((asyncio.get_running_loop(), claim))
 
 
 def noted_claim() -> Claim | None:
-    """The claim of the guard in front of this application; None: there is no guard on this loop."""
+    """The guard's claim, or None without a guard on this loop."""
     loop = asyncio.get_running_loop()
     _APPLICATIONS.add(loop)
     guards_loop, claim = _GUARDS_CLAIM.get() or (None, None)

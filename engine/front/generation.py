@@ -1,10 +1,11 @@
-"""From an engine's stream of token ids to typed parts: detokenized, parsed, cut at stop strings, with the finish reason.
+"""From a stream of token ids to typed parts: detokenized, parsed, cut at stop strings, with the
+finish reason.
 
     Output(tokens) --ReplyParser, or PlainText--> parts --StopStrings, of the content--> Delta(parts, tokens, logprobs, finish)
 
-With stop strings tokens are taken one by one, so that the end of a text does not depend on how tokens were batched. A match ends
-the request in the engine too, which counts it as a success; so does the end of the first call of a `one_call` job. Thoughts and
-calls are never cut.
+With stop strings tokens are read one by one, so batching does not change the end. A match ends the
+request successfully, as does the first complete call of a `one_call` job. Thoughts and calls are
+never cut.
 """
 
 import asyncio
@@ -33,15 +34,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """One validated request: what goes to the engine, and how the reply is treated.
+    """One validated request.
 
     prompts    int32 token ids; each has equally many choices, those of the first prompt come first
-    params     one per choice
-    salt       only requests of the same salt share cached prefixes;   priority  lower ones go first
-    adapter    index among the settings' adapters, -1: none
-    markers    of a chat, whose reply may have thoughts, and calls of `tools`;   one_call  it ends with its first call
-    media      of the one prompt of a chat
-    echoes     the prompts' texts, if each answer begins with its prompt's;   echo_only  the answer is nothing else
+    params     one for each choice
+    salt       only equal salts share cached prefixes;   priority  lower ones go first
+    adapter    -1: none
+    markers    of a chat, with thoughts and calls of `tools`;   one_call  the first call ends it
+    echoes     the prompts' texts, if answers begin with them;   echo_only  answers are nothing else
     """
 
     prompts: "tuple[array[int], ...]"
@@ -73,7 +73,7 @@ class Job:
 
     @property
     def media_tokens(self) -> dict[str, int]:
-        """Soft tokens in the prompt, by the kind of media, as OpenAI's usage calls them."""
+        """Soft tokens in the prompt by media kind, in the words of OpenAI's usage."""
         counts = Counter[str]()
         for item in self.media:
             counts[f"{item.kind}_tokens"] += item.soft_tokens
@@ -83,17 +83,18 @@ class Job:
 
 
 class PromptPart(msgspec.Struct):
-    """Tokens of the prompt, with the rank and logprobs of each; the very first token has none."""
+    """Prompt tokens with rank and logprobs; the very first has none."""
 
     tokens: Sequence[int]
     logprobs: Sequence[tuple[int, Logprobs] | None]
 
 
 class Delta(msgspec.Struct):
-    """What one output added to one choice; the last one has `finish`. `logprobs` is empty, or has one entry a token.
+    """What one output added to one choice; the last one has `finish`. `logprobs` is empty, or has
+    one entry a token.
 
-    The prompt's text (as a part) and logprobs (`prompt`) come first, in deltas of their own. `parts` are the new text by kind, in
-    order; none if there is no text yet. `stop`: the stop string or token id that ended it, if the request named it.
+    The prompt's text and logprobs (`prompt`) come first, in deltas of their own. `parts`: new text
+    by kind, in order. `stop`: the requested stop string or token id that ended it.
     """
 
     parts: Sequence[Part]
@@ -109,7 +110,7 @@ _BLOCK_KINDS: dict[type[Part], BlockKind] = {Reasoning: "reasoning", Content: "t
 
 
 class ReplyBlock(msgspec.Struct):
-    """A run of parts of one kind. `pieces`: its text, of a call its arguments; `id` and `name` are a call's."""
+    """A run of parts of one kind. `pieces`: its text, or a call's arguments."""
 
     index: int
     kind: BlockKind
@@ -124,10 +125,10 @@ class ReplyBlock(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """The sum of one choice's deltas in the order of generation, without logprobs, which may be large.
+    """The sum of one choice's deltas in order, without logprobs, which may be large.
 
-        parts     Reasoning Reasoning   Content Content Content   ToolCallStart Arguments Arguments
-        blocks    |-- reasoning ----|   |------ text ---------|   |------------ call -------------|
+    parts     Reasoning Reasoning   Content Content Content   ToolCallStart Arguments Arguments
+    blocks    |-- reasoning ----|   |------ text ---------|   |------------ call -------------|
     """
 
     blocks: list[ReplyBlock] = []
@@ -142,7 +143,7 @@ class Choice(msgspec.Struct):
         self.finish, self.stop = delta.finish, delta.stop
 
     def take(self, part: Part) -> ReplyBlock:
-        """Add a part to the block that it belongs to, which is returned."""
+        """Add a part to its block, which is returned."""
         blocks = self.blocks
         if isinstance(part, ToolCallStart):
             blocks.append(ReplyBlock(len(blocks), "call", part.id, part.name))
@@ -172,7 +173,7 @@ class Choice(msgspec.Struct):
 
 
 class PlainText:
-    """A reply that is nothing but text: it is no chat."""
+    """A reply of plain text, outside of chats."""
 
     reasoning_tokens = calls = ended_calls = 0
 
@@ -189,10 +190,9 @@ class PlainText:
 class Generation:
     """One choice while it is generated, for one reader.
 
-    stream     what the engine gives;   clock  its clock points
-    has_ended  the delta with `finish` has been taken, or it was aborted
-    cached     tokens of its prompt found in the prefix cache, known with its first tokens
-    accepted   of its tokens were drafts so far;   rejected  drafts were not
+    has_ended  the delta with `finish` was taken, or it was aborted
+    cached     prompt tokens found in the prefix cache, known with the first tokens
+    accepted, rejected   drafts that are, or are not, among its tokens so far
     """
 
     def __init__(self, engine: EngineClient, text: TextProcessor, job: Job, choice: int) -> None:
@@ -221,16 +221,15 @@ class Generation:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of its thoughts so far, markers included."""
+        """Thought tokens so far, markers included."""
         return self._reader.reasoning_tokens
 
     @property
     def ready(self) -> bool:
-        """Whether `take` gives something."""
         return not self.has_ended and self.stream.ready
 
     def take(self) -> Iterator[Delta]:
-        """The deltas since the last call; the very last one has `finish`. Raises what the engine's stream raises."""
+        """The deltas since the last call; the last has `finish`. Raises as the engine's stream."""
         if not self.ready:
             return
         output = self.stream.take()
@@ -249,7 +248,7 @@ class Generation:
                 return
 
     def _prompt_deltas(self, reported: Sequence[PromptLogprobs]) -> Iterator[Delta]:
-        """Text and logprobs of the prompt, with the outputs that have them."""
+        """Text and logprobs of the prompt."""
         if self._echo or self._tells_logprobs:
             first = PromptPart(self._prompt[:1], [None]) if self._tells_logprobs else None
             yield Delta(_content(self._echo), [], [], prompt=first)
@@ -278,17 +277,15 @@ class Generation:
         return Delta(joined(kept), output.tokens, output.logprobs, self._finish(output.finish), stop)
 
     def _by_token(self, output: Output) -> Iterator[list[Part]]:
-        """Yields what each token adds, but for the stop id that ended the request, then what was held back."""
+        """What each token adds, without the stop id at the end, then what was held back."""
         for token in output.tokens[:-1] if _last(output) in self._stop_ids else output.tokens:
             yield self._reader.push([token])
         if output.finish is not None:
             yield self._reader.end(cut=output.finish is FinishReason.length)
 
     def _keep(self, parts: Iterable[Part], kept: list[Part]) -> str | None:
-        """Add to `kept` what precedes a stop string in the content; the stop string that matched, or None.
-
-        No match goes across a thought or a call.
-        """
+        """Add to `kept` what precedes a stop string in the content; returns the match, or None.
+        Matches do not cross a thought or a call."""
         for part in parts:
             if not isinstance(part, Content):
                 kept += (*_content(self._stops.flush()), part)
@@ -300,7 +297,7 @@ class Generation:
         return None
 
     def _finish(self, finish: FinishReason | None) -> str | None:
-        """OpenAI's finish reason. An abort that this side did not ask for is a failure: the text is not complete."""
+        """OpenAI's finish reason. GenerationFailed for an abort that this side did not ask for."""
         if finish is None:
             return None
         if finish not in (FinishReason.stop, FinishReason.length):
@@ -309,7 +306,7 @@ class Generation:
 
 
 def _split_logprobs(output: Output) -> Iterator[Output]:
-    """The output, cut where it has many logprobs: those of a slow reader have piled up. Its end is the last one's."""
+    """The output in pieces, if a slow reader has accumulated many logprobs. The last has its end."""
     count = len(output.tokens)
     step = max(1, _MOST_LOGPROBS // (1 + len(output.logprobs[0].top)))
     for first in range(0, count, step):
@@ -329,12 +326,13 @@ def _content(text: str) -> list[Part]:
 
 @dataclass
 class DeltaReader(Generic[T]):
-    """Reads several generations; `convert` turns the (choice, delta) pairs that have come into what `next` returns.
+    """Reads several generations; `convert` turns new (choice, delta) pairs into the result of
+    `next`.
 
-    While the reader waits in `next`, pairs are converted within the engine client's callback: what one message brings to many
-    readers is all converted before the first of them writes. While the reader is busy, pairs pile up and come together.
-    `put`, if given, gets it in the loop's next turn, and the reader waits on, without a switch of tasks, unless `put` returns what
-    is left for it to do.
+    While the reader waits, pairs are converted in the client's callback, so one message is
+    converted for all readers before the first writes; while it is busy, pairs accumulate. `put`
+    gets the result in the loop's next turn without a task switch, and returns what the reader must
+    still do.
     """
 
     generations: Sequence[Generation]
@@ -356,7 +354,8 @@ class DeltaReader(Generic[T]):
         return self._error is not None or any(generation.ready for generation in self.generations)
 
     async def next(self) -> T:
-        """What has come since the last call; waits if nothing has. Raises what the streams raise: the first error ends them all."""
+        """What has come since the last call; waits if nothing has. The first error of a stream ends
+        all."""
         if not self.ready:
             self._waiter = asyncio.get_running_loop().create_future()
             converted = await self._waiter
@@ -395,7 +394,7 @@ class DeltaReader(Generic[T]):
             self._arrived()
 
     def _taken(self) -> Iterator[tuple[int, Delta]]:
-        """The pairs that have come; an error is raised after the pairs before it were given."""
+        """New pairs; an error is raised after earlier pairs."""
         if self._error is not None:
             raise self._error
         has_yielded = False

@@ -2,12 +2,12 @@
 
     3c9b5f...e1  alice   rights=generate,models  requests=60  tokens=100000  concurrent=8  expires=2027-01-01   # a comment
 
-The SHA-256 of the key in hex, the name of its holder, and options in any order. A missing option means no limit. Two lines of one
-name are two keys of one holder with one quota, so a key can be replaced. They may differ in `expires` only.
+The SHA-256 in hex, the holder's name, options in any order; a missing one means no limit. Lines of
+one name share a quota and may differ only in `expires`, so that a key can be replaced.
 
     rights       some of RIGHTS; all without the option
     requests     a minute, at each replica; tokens: a minute, of prompts and answers; concurrent: open requests
-    expires      a day or a time by ISO 8601, in UTC without a zone. From then on the key is refused
+    expires      a day or time by ISO 8601, by default UTC; the key is refused from then on
 """
 
 import os
@@ -37,8 +37,6 @@ class Quota(FrozenStruct):
 
 
 class ApiKey(FrozenStruct):
-    """One line of the file."""
-
     digest: bytes
     name: str
     rights: frozenset[str]
@@ -50,17 +48,15 @@ class ApiKey(FrozenStruct):
 
 
 def new_key() -> str:
-    """A key of 256 random bits."""
     return f"sk-quartet-{secrets.token_urlsafe(32)}"
 
 
 def digest_of(key: bytes) -> bytes:
-    """The SHA-256 of a key, as it is in a file."""
     return sha256(key).digest()
 
 
 def read(settings: KeySettings) -> str:
-    """The keys of the file or variable in the settings. ConfigError if they cannot be read. Blocks."""
+    """The keys' text. ConfigError. Blocks."""
     if settings.variable:
         lines = os.environ.get(settings.variable)
         if lines is None:
@@ -80,8 +76,7 @@ def read(settings: KeySettings) -> str:
 
 
 def parse(text: str) -> tuple[ApiKey, ...]:
-    """The keys of all lines. ConfigError names the line and the fault. It quotes nothing, because a line may hold a key by
-    mistake."""
+    """ConfigError names line and fault, and quotes nothing: a line may hold a key by mistake."""
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -114,7 +109,7 @@ def _key(words: list[str]) -> ApiKey:
 
 
 def time_of(value: str | None) -> datetime | None:
-    """The day or time of an ISO 8601 text. ConfigError for any other."""
+    """ConfigError unless it is ISO 8601."""
     if value is None:
         return None
     try:
@@ -131,7 +126,7 @@ def _count(name: str, value: str) -> int:
 
 
 def _check_holder(keys: list[ApiKey]) -> None:
-    """ConfigError unless the last key agrees with earlier ones of its holder."""
+    """ConfigError unless the last key agrees with its holder's earlier ones."""
     if len(keys) > MAX_KEYS:
         raise ConfigError(f"more than {MAX_KEYS} keys")
     *before, last = keys

@@ -1,6 +1,6 @@
-"""The API keys in force. While there are requests, the file is read again at most once a second.
+"""The API keys in force. With requests, the file is read again at most once a second.
 
-A file that cannot be read or has a wrong line changes nothing, and the log says why. Open requests are not checked again.
+A bad file changes nothing and is logged. Open requests are not checked again.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """The keys of the settings; ConfigError if they cannot be read."""
+    """ConfigError if the keys cannot be read."""
 
     def __init__(self, settings: KeySettings) -> None:
         self._settings = settings
@@ -33,7 +33,7 @@ class KeyRing:
         self._install(parse(self._text))
 
     def _install(self, keys: tuple[ApiKey, ...]) -> None:
-        """Holders that remain keep what they have used."""
+        """Remaining holders keep what they have used."""
         self._keys = keys
         before = self._allowances
         self._allowances = {key.name: before.get(key.name) or Allowance(key.quota) for key in keys}
@@ -42,7 +42,7 @@ class KeyRing:
         logger.info("%d API keys of %d holders are in force", len(keys), len(self._allowances))
 
     async def refresh(self) -> None:
-        """Makes sure that the keys are at most a second old."""
+        """Make the keys at most a second old."""
         if not self._settings.file:
             return
         if self._look is None and time.monotonic() - self._looked >= FILE_CHECK_PERIOD_S:
@@ -66,7 +66,7 @@ class KeyRing:
             self._look = None
 
     def find(self, presented: bytes) -> ApiKey | None:
-        """The key in force with this digest. Compares all of them, so that its time reveals nothing."""
+        """The valid key with this digest. Compares all of them, so its time reveals nothing."""
         digest = digest_of(presented)
         match = None
         for key in self._keys:
@@ -75,5 +75,5 @@ class KeyRing:
         return None if match is None or match.has_expired(datetime.now(UTC)) else match
 
     def open(self, key: ApiKey) -> QuotaGrant:
-        """Begins a request of that holder. QuotaExceeded: it has too many."""
+        """Begin a holder's request. QuotaExceeded."""
         return self._allowances[key.name].open()

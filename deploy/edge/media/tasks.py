@@ -1,7 +1,7 @@
-"""What a side process is asked to do, and what it answers, over a socket for each task.
+"""Tasks and answers of a side process, over a socket for each task.
 
-    edge --> process    the length of a task (u32, little-endian), the task as msgpack, its source up to the end
-    process --> edge    an answer as msgpack (Fetched, Prepared, or why it cannot be done, for the client)
+edge --> process    the length of a task (u32, little-endian), the task as msgpack, its source up to the end
+process --> edge    an answer as msgpack (Fetched, Prepared, or why it cannot be done, for the client)
 """
 
 import hashlib
@@ -22,11 +22,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class DecodeTask(MediaSettings, kw_only=True):
-    """Fetch a source that `is_remote`, which is a URL; or decode one, and make of it what the encoder gets.
+    """Fetch a URL (`is_remote`), or decode a source into encoder input.
 
-    A source is base64, but for a fetched file, whose `media_type` is None. `cpu_s`: that the process may take.
-    `budget`: soft tokens of an image at most, None: as few as do not shrink it, up to `max_soft_tokens`. `row_samples`: of each row
-    of audio, 0: it is log-mel frames.
+    A source is base64, except a fetched file, whose `media_type` is None. `budget`: most soft
+    tokens of an image; None: as needed, up to `max_soft_tokens`. `row_samples`: of audio; 0:
+    log-mel frames.
     """
 
     kind: MediaKind = "image"
@@ -38,15 +38,14 @@ class DecodeTask(MediaSettings, kw_only=True):
 
 
 class Fetched(FrozenStruct):
-    """The file at a URL."""
-
     data: bytes
 
 
 class Prepared(FrozenStruct, kw_only=True):
-    """A medium as MediaItem has it (`kind`, `shape`, `data`, `digest`), and `text`, which stands for it in the prompt.
+    """A medium as MediaItem has it, and `text`, which stands for it in the prompt.
 
-    `runs`: of soft tokens in the text. Each is a span or, of audio, a clip: `clips` are their rows. `cpu_s`: that it took.
+    `runs`: of soft tokens in the text, each a span or a clip, whose rows are `clips`. `cpu_s`:
+    used.
     """
 
     kind: MediaKind
@@ -60,7 +59,7 @@ class Prepared(FrozenStruct, kw_only=True):
 
 
 def digest_of(kind: MediaKind, shape: tuple[int, ...], data: bytes) -> bytes:
-    """The name of what an encoder gets: equal bytes of another kind or shape have another name."""
+    """Equal bytes of another kind or shape have another digest."""
     digest = hashlib.sha256(f"{kind}:{shape}:".encode())
     digest.update(data)
     return digest.digest()
@@ -79,12 +78,12 @@ _decode_medium = msgspec.msgpack.Decoder(Prepared | str).decode
 
 
 def fetch(pool: SidePool, task: DecodeTask, url: bytes) -> bytes:
-    """The file at a URL. Blocks. InvalidRequest: it cannot be fetched; Overloaded: there is no process."""
+    """Blocks. InvalidRequest: it cannot be fetched. Overloaded: there is no process."""
     return _done(_decode_file(_answer(pool, task, url))).data
 
 
 def prepare(pool: SidePool, task: DecodeTask, source: bytes) -> Prepared:
-    """What a process makes of it. Blocks. InvalidRequest: it cannot, or takes too much; Overloaded: there is no process."""
+    """Blocks. InvalidRequest: it cannot be decoded, or costs too much. Overloaded."""
     return _done(_decode_medium(_answer(pool, task, source)))
 
 
