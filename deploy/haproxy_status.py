@@ -12,7 +12,7 @@ def routed(admin_socket: Path) -> int:
             connection.settimeout(2.0)
             connection.connect(str(admin_socket))
             connection.sendall(b"show stat\n")
-            table = b"".join(iter(lambda: connection.recv(65536), b"")).decode()  # HAProxy closes the connection behind its answer
+            table = b"".join(iter(lambda: connection.recv(65536), b"")).decode()  # HAProxy closes the connection after its answer
     except OSError:
         return 0
     rows = csv.DictReader(table.removeprefix("# ").splitlines())

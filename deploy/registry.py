@@ -109,7 +109,7 @@ class HeartbeatSender:
         while True:
             try:
                 if not known:
-                    self.on_url(self.registry.call("url", 20.0))  # starts the actor, where there is none: that may take a while
+                    self.on_url(self.registry.call("url", 20.0))  # starts a missing actor, which may take a while
                     known = True
                 self.registry.call("heartbeat", 2.0, self.target, self.counts())
                 complained = False

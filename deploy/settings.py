@@ -219,7 +219,7 @@ def read_config(path: Path) -> ServeConfig:
     """The mapping that `serve run` takes. ConfigError: no mapping; OSError."""
     try:
         value = _Loader(path.read_text(encoding="utf-8")).get_single_data()
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: a day that is none, bytes that are not UTF-8
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: an impossible day, or bytes that are not UTF-8
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(value, dict) or not isinstance(value.get("applications"), list):
         raise ConfigError(f"{path}: a Serve config has a list of applications")

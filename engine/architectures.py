@@ -15,7 +15,8 @@ class Architecture:
     """A kind of model.
 
     read, encoders  geometry of the text model, and of encoders by media kind, from a checkpoint's folder
-    parts           module without torch at import: `checkpoints(config) -> Checkpoints`, `read_drafter(folder, target, tp) -> Geometry`
+    parts           module without torch at import: `checkpoints(config) -> Checkpoints`,
+                    `read_drafter(folder, target, tp) -> Geometry`
     """
 
     model_types: tuple[str, ...]

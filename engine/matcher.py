@@ -29,7 +29,7 @@ _POSITION = re.compile(r"(?:at )?\d+\(\d+\): ")  # in the whole grammar, of whic
 _DUMP = re.compile(r"\n\s*\d+ \| |\n?<state>")  # how the grammar's text, or the parser's state, begins where llguidance shows it
 _LONGEST = 300  # characters of what is wrong
 MAX_GRAMMAR_BYTES = 512 << 10
-_AHEAD_S = 0.002  # CPU time of a thread for masks behind drafts: half a forward of 31B on four H200
+_AHEAD_S = 0.002  # CPU time of a thread for masks after drafts: half a forward of 31B on four H200
 _MASKS_A_THREAD = 8  # at least: waking one takes as long as making some
 _LIMITS = LLParserLimits(  # what is made of a grammar while replies go on is kept: 50 MB of 50 000 states
     max_items_in_row=2000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000, max_lexer_states=50_000

@@ -124,8 +124,8 @@ def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available:
             f"sequences (max_seqs) and {DEPTH} x prefill_budget take {spent / 2**20:.1f} MiB, and full attention needs "
             f"{2 * full.page_bytes / 2**20:.1f} MiB at least; lower max_seqs or prefill_budget, or raise tp or memory_fraction"
         )
-    # Without windows of its own the cache would be worth nothing whenever all slots run: what it has of full pages is found only up
-    # to a place with a window before it. So it gets those of as many conversations as fit beside the slots, one a slot at most.
+    # Reserve one cached window per conversation, up to `max_seqs`: full pages are found only up to a place with a window before it,
+    # so the cache would be worth nothing whenever all slots run.
     slots, tails = config.max_seqs, sum(_window_pages(group) * group.page_bytes for group in sliding)
     usual = -(-min(config.max_len, CACHED_TOKENS) // full.page) * full.page_bytes
     cached = max(0, min(slots, (left - slots * usual) // (tails + usual))) if config.prefix_cache else 0

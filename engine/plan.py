@@ -55,7 +55,7 @@ SECTIONS = {"rows": 3, "chunks": 6, "appends": 4, "releases": 4, "zeros": 2, "sp
 RESULT_HEAD = 4  # int32 of a result's row in front of its tokens
 DEPTH = 2  # plans out at a time: one running, one queued
 MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
-MAX_PARAMS = 1 << 13  # numbers of four bytes that an admission takes beside its tokens and pages: 5 bytes an id, 14 a bias
+MAX_PARAMS = 1 << 13  # numbers of four bytes that an admission takes without its tokens and pages: 5 bytes an id, 14 a bias
 MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has: up to 1.3 MiB of a ring record
 
 _PLAN = struct.Struct(f"<4xIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SECTIONS) - 2)}x")
@@ -63,8 +63,8 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int, int]]).decode
 _RESULT = struct.Struct("<IQIII")
 _LOGPROBS_BYTES = 13 + 15 * MAX_ALTERNATIVES  # that Logprobs take at most
-_LOGPROBS_ROW_BYTES = 10  # that a row's logprobs take at most beside them
-PROMPT_ROW_BYTES = 28  # that a PromptRow takes at most beside its words
+_LOGPROBS_ROW_BYTES = 10  # of a row's logprobs, at most, without its tokens'
+PROMPT_ROW_BYTES = 28  # of a PromptRow, at most, without its words
 
 FLAG_STOP = 1
 FLAG_MASKED = 2

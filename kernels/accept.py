@@ -108,13 +108,13 @@ def _accept(
     entry = row * WIDTH + lane
     wait(PDL)
     here = row < sequences
-    inside, behind = here & (lane < WIDTH), here & (lane < WIDTH - 1)
+    inside, is_draft = here & (lane < WIDTH), here & (lane < WIDTH - 1)
     position = tl.load(positions + row * WIDTH, here, -1)
     slot = tl.load(slots + row * WIDTH, here, padding).to(tl.int64)
     chosen += entry * 2
     token, failed = tl.load(chosen, inside, -2), tl.load(chosen + 1, inside, 0) != 0
-    draft = tl.load(ids + entry + 1, behind, -1)
-    drafted = tl.load(positions + entry + 1, behind, -1) >= 0
+    draft = tl.load(ids + entry + 1, is_draft, -1)
+    drafted = tl.load(positions + entry + 1, is_draft, -1) >= 0
     ends = ((token != draft) | (drafted == 0) | (lane >= WIDTH - 1)).to(tl.int32)
     if WIDTH > 1:
         for first in range(0, STOPS, BLOCK):

@@ -165,9 +165,9 @@ def _candidates(
         index = tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.store(out + index * 2, x, kept)
         tl.store(out + index * 2 + 1, (first + entry).to(tl.float32), kept)
-        behind = tl.arange(0, SMALL)
-        tl.store(out + behind * 2, tl.full([SMALL], float("-inf"), tl.float32), behind >= COUNT)
-        tl.store(out + behind * 2 + 1, tl.full([SMALL], 0.0, tl.float32), behind >= COUNT)
+        slot = tl.arange(0, SMALL)
+        tl.store(out + slot * 2, tl.full([SMALL], float("-inf"), tl.float32), slot >= COUNT)
+        tl.store(out + slot * 2 + 1, tl.full([SMALL], 0.0, tl.float32), slot >= COUNT)
 
 
 @triton.jit(do_not_specialize=["tokens_width"])

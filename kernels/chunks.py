@@ -66,8 +66,8 @@ def chunk_inputs(
         covered = torch.arange(position, position + count, dtype=torch.int32, device=plan.device)
         rows.slots[first : first + count], rows.positions[first : first + count] = slot, covered.clamp(min=-1)
         rows.ids[first : first + count] = torch.where(covered >= 0, tokens[slot, covered.clamp(min=0).long()], 0)
-    behind = range(prompts, prompts + len(decodes) * width)
-    outputs += zip(behind, *(x[behind.start : behind.stop].tolist() for x in (rows.slots, rows.positions)), strict=True)
+    decoding = range(prompts, prompts + len(decodes) * width)
+    outputs += zip(decoding, *(x[decoding.start : decoding.stop].tolist() for x in (rows.slots, rows.positions)), strict=True)
     outputs += [(0, padding, -1)] * (len(results.rows) - len(outputs))
     chunks.zero_()[: len(entries)] = torch.tensor(entries, dtype=torch.int32)
     for out, values in zip(results, zip(*outputs, strict=True), strict=False):
@@ -131,11 +131,11 @@ def _chunk_inputs(
         its_slot, start = tl.load(chunk, live, 0), tl.load(chunk + 1, live, 0)
         end, first_logit = tl.load(chunk + 2, live, 0), tl.load(chunk + 3, live, 0)
         last = total + tl.cumsum(end - start, 0)
-        behind = last - (end - start)
-        inside = (row[:, None] >= behind[None, :]) & (row[:, None] < last[None, :])
+        begun = last - (end - start)
+        inside = (row[:, None] >= begun[None, :]) & (row[:, None] < last[None, :])
         slot += tl.sum(tl.where(inside, its_slot[None, :] - padding, 0), 1)
-        position += tl.sum(tl.where(inside, start[None, :] + row[:, None] - behind[None, :] + 1, 0), 1)
-        _store_entries(chunks, offset + lane, its_slot, behind, start, end - start, live & first)
+        position += tl.sum(tl.where(inside, start[None, :] + row[:, None] - begun[None, :] + 1, 0), 1)
+        _store_entries(chunks, offset + lane, its_slot, begun, start, end - start, live & first)
         samples = (first_logit < end).to(tl.int32)
         index = (sampled + tl.cumsum(samples, 0) - samples) * WIDTH
         for token in range(WIDTH):

@@ -39,7 +39,7 @@ _GROUP_BLOCK = 4096
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: Matrix, dense: PendingTensor) -> Tensor:
     """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts,
-    n, m] -> [T, 2 n]: dense's, y. dense gives [T, n], called when needed (`kernels.launch.beside`).
+    n, m] -> [T, 2 n]: dense's, y. dense gives [T, n], called when needed (`kernels.launch.on_second_stream`).
     """
     pair, last = packed_matrix(gate_up), packed_matrix(down)
     if not enabled(x):
@@ -227,10 +227,10 @@ def _group(
     if block == 0:
         end = first + tl.sum(tl.where(other == expert, totals, 0), 0)
         tile = tl.sum(tl.where(other < expert, (totals + ROWS - 1) // ROWS, 0), 0)
-        behind = tile + (end - first + ROWS - 1) // ROWS
+        last_tile = tile + (end - first + ROWS - 1) // ROWS
         if expert == tl.num_programs(0) - 1:
-            behind = slots
-        for i in range(tile, behind):
+            last_tile = slots
+        for i in range(tile, last_tile):
             start = tl.minimum(first + (i - tile) * ROWS, end)
             tl.store(tiles + 3 * i, expert)
             tl.store(tiles + 3 * i + 1, start)

@@ -144,7 +144,7 @@ def compiler_options(choices: dict[str, Any]) -> dict[str, Any]:
     return {**options, "launch_pdl": choices.get("PDL", False), "enable_fp_fusion": True}
 
 
-def beside(run: Callable[[], Tensor], x: OnDevice) -> PendingTensor:
+def on_second_stream(run: Callable[[], Tensor], x: OnDevice) -> PendingTensor:
     """Run `run`, which reads `x`, on a second stream after all launches so far; on a CPU at once.
     Call the returned function for the result before `x` is freed."""
     if not x.is_cuda:

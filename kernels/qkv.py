@@ -148,7 +148,7 @@ def _post(
 
 
 @triton.jit
-def append_kv(raw, behind, cos_sin, k_norm, line, used, KEPT: constexpr, eps, D: constexpr, PAIRS: constexpr):
+def append_kv(raw, v_offset, cos_sin, k_norm, line, used, KEPT: constexpr, eps, D: constexpr, PAIRS: constexpr):
     """Write K and V of one head, from the raw product, to `line` of a page, K first, V KEPT after
     it, if `used`."""
     HALF: constexpr = D // 2
@@ -156,7 +156,7 @@ def append_kv(raw, behind, cos_sin, k_norm, line, used, KEPT: constexpr, eps, D:
     used &= own < HALF
     cos, sin = rope_angles(cos_sin, own, used, PAIRS)
     k, k_weight = load_halves(raw + own, used, 0.0, HALF), load_halves(k_norm + own, used, 1.0, HALF)
-    v = load_halves(raw + behind + own, used, 0.0, HALF)
+    v = load_halves(raw + v_offset + own, used, 0.0, HALF)
     low, high = norm_and_rope(*k, *k_weight, cos, sin, norm_scale(*k, eps, D))
     tl.store(line + own, cast(low, line.dtype.element_ty), used)
     tl.store(line + HALF + own, cast(high, line.dtype.element_ty), used)

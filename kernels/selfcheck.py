@@ -521,7 +521,7 @@ CHECKS = (
         Check(f"kernels.{module}", f"{what}{' of adjusted rows' * adjusted}", run, (adjusted,))
         for module, what, run in (
             ("choose", "sampling", _choose),
-            ("candidates", "sampling behind a small top_k", _small_top_k),
+            ("candidates", "sampling with a small top_k", _small_top_k),
             ("filters", "filtered sampling", _filter),
         )
         for adjusted in (False, True)

@@ -31,7 +31,7 @@ def register(commands: Subparsers) -> None:
     parser.add_argument("--tokens", metavar="N", help="a minute, of prompts and answers (default: no limit)")
     parser.add_argument("--concurrent", metavar="N", help="requests open at once (default: no limit)")
     parser.add_argument("--expires", metavar="TIME", help="a day, or a time by ISO 8601, in UTC if it has no zone (default: never)")
-    parser.add_argument("--append", type=Path, metavar="FILE", help="put the line at this file's end; made where there is none")
+    parser.add_argument("--append", type=Path, metavar="FILE", help="append the line to this file, which is made if absent")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ exit codes: 0 as asked; 1 trouble, or the answer is no; 2 it cannot run like thi
 
 def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # whoever started this closed it: no file or socket may get its number
+        if getattr(sys, name) is None:  # its starter closed it: no file or socket may get its number
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - until the end
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("quartet", description="Quartet: Gemma 4 on Ray Serve.", epilog=HELP, formatter_class=raw)

@@ -18,7 +18,7 @@ from engine.errors import ConfigError, QuartetError
 
 HELP = """\
 Starts Ray and Serve on this machine and serves CONFIG until SIGINT or SIGTERM. The first signal drains: no new requests, open
-answers finish within --drain seconds; a second one stops at once. Nothing is left behind.
+answers finish within --drain seconds; a second one stops at once. Nothing is left over.
 
   quartet serve deploy/nano.yaml
   quartet serve deploy/gemma4.yaml --port 9000 --drain 120

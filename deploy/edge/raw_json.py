@@ -98,7 +98,7 @@ def check_large(body: bytes) -> None:
     for start in range(0, len(body), _SLICE):
         marks += sum(body.count(mark, start, start + _SLICE) for mark in _MARKS)
         if marks > _MEDIA_MARKS:
-            raise InvalidRequest(f"A body of more than {TEXT_BYTES} bytes may hold few texts beside its images")
+            raise InvalidRequest(f"A body of more than {TEXT_BYTES} bytes may hold few texts besides its images")
 
 
 class ListReader:

@@ -22,7 +22,7 @@ _COMBINED = ("allOf", "not", "if", "dependentSchemas")
 _BRANCHES = ("anyOf", "oneOf", "$ref")
 _VALUES = frozenset(("const", "enum", "default", "examples"))
 _MOST_CHOICES = 200_000  # a tenth of a second
-_KEY_PATTERNS = 128  # of a schema, that stand beside named properties: each takes a millisecond
+_KEY_PATTERNS = 128  # of a schema with named properties: each takes a millisecond
 _SPACING = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 
 
@@ -30,7 +30,7 @@ def json_rule(schema: Schema) -> str:
     """The right side of a rule for a schema's JSON. InvalidRequest."""
     check_patterns(schema)
     kept = _changed({**schema, "nullable": False}, as_json_schema)  # references begin at the root
-    if "$id" in schema:  # of a schema inside it says nothing: check_patterns has refused references there
+    if "$id" in schema:  # an inner schema's has no effect: check_patterns has refused references there
         kept["$id"] = schema["$id"]
     kept = _changed(kept, _Keywords().checked)
     kept = _changed(kept, partial(_without_one_of, kept, Comparison()))
@@ -71,7 +71,7 @@ class _Keywords:
                 continue
             self._key_patterns += 1
             if self._key_patterns > _KEY_PATTERNS:
-                raise InvalidRequest(f"more than {_KEY_PATTERNS} times the schema keyword 'patternProperties' beside 'properties'")
+                raise InvalidRequest(f"more than {_KEY_PATTERNS} times the schema keyword 'patternProperties' with 'properties'")
             with suppress(SchemaError):  # llguidance says why
                 if not compiles(f"TEXT\nTEXT: {lark_regex(searched(pattern))} & ~({named})"):
                     raise InvalidRequest(

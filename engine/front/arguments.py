@@ -127,7 +127,7 @@ class ArgumentsParser:
                 return decided
 
     def _next_mark(self) -> Reading[int]:
-        """The position of the next marker; -1 if there is none."""
+        """The position of the next marker, or -1."""
         mark = self._text.find(MARK, self._at)
         if mark < 0 and not self._final:
             pieces = [self._text[self._at :]]

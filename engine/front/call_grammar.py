@@ -46,7 +46,7 @@ _KEYWORDS: Mapping[str, tuple[str, ...]] = {
 }
 _BARE_KEY = re.compile(r"""(?!\s)[^"':=,{}\n]+(?<!\s)""")  # what reads as a key without quotes
 _REFERRING = ("$ref", "anyOf", "oneOf", "allOf")
-# All by which a schema refuses values: a keyword that is none of them is an annotation, JSON Schema's own or anybody's.
+# All keywords by which a schema refuses values; any other is an annotation.
 _CONSTRAINTS = frozenset(chain(("type", "const", "enum"), _REFERRING, *_KEYWORDS.values(), (
     "not", "if", "contains", "uniqueItems", "additionalItems", "unevaluatedItems", "minProperties", "maxProperties",
     "propertyNames", "patternProperties", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
@@ -57,7 +57,7 @@ _OPENING = frozenset((
     *_REFERRING, "if", "patternProperties", "unevaluatedProperties", "dependentSchemas", "dependencies", "$dynamicRef",
 ))  # fmt: skip
 _DEPTH, _RULES, _PATTERNS = 64, 2048, 128
-_BYTES = MAX_GRAMMAR_BYTES // 2  # of arguments' rules: beside them there is room for the tools' names and an answer's form
+_BYTES = MAX_GRAMMAR_BYTES // 2  # of arguments' rules; the rest is for the tools' names and an answer's form
 
 _FREE = rf"""
 value: any_string | any_number | any_boolean | any_null | any_object | any_array
@@ -177,9 +177,9 @@ class CallGrammar:
         known = {keyword, "type", *(() if keyword in _REFERRING else (*OF_STRINGS, *NUMERIC))}
         _only(schema, known, keyword if "properties" in schema else None)
         inside = ValueSchema({keyword: schema[keyword]}, self._root)
-        beside = ValueSchema({"type": schema.get("type")})
-        if keyword in _REFERRING and not all(map(beside.allows, inside.types or ())):
-            raise SchemaError(f"the schema keyword {keyword!r} with types other than the 'type' beside it", keyword)
+        outer = ValueSchema({"type": schema.get("type")})
+        if keyword in _REFERRING and not all(map(outer.allows, inside.types or ())):
+            raise SchemaError(f"the schema keyword {keyword!r} with types other than its own 'type'", keyword)
         match keyword:
             case "$ref":
                 return self._reference(str(schema["$ref"]), depth)
@@ -225,7 +225,7 @@ class CallGrammar:
         return f"any_{kind}"
 
     def _number(self, kinds: Schema, schema: Schema) -> str:
-        """A value of `kinds`, numbers within the schema's bounds. SchemaError: there is none."""
+        """A value of `kinds`, numbers within the schema's bounds. SchemaError: no value fits."""
         bounds = {name: schema[name] for name in NUMERIC if name in schema}
         rule = f"%json {json.dumps({**kinds, **bounds})}"
         if bounds and not (has_few_digits(bounds.get("multipleOf", 1)) and compiles(rule)):
@@ -275,12 +275,12 @@ class CallGrammar:
 
     def _members(self, members: Sequence[tuple[str, bool]], more: str) -> str:
         """Members in order, optional ones perhaps left out, with commas; then any of `more`."""
-        behind = f'("," {more})*' if more else ""  # what may come when something has come, and when nothing has
-        first = f"({more} {behind})?" if more else ""
+        rest = f'("," {more})*' if more else ""  # what may come when something has come, and when nothing has
+        first = f"({more} {rest})?" if more else ""
         for name, required in reversed(members):
-            begun = f"{name} {behind}"
+            begun = f"{name} {rest}"
             first = begun if required else f"({begun} | {first})" if first else f"({begun})?"
-            behind = self._rule("more", f'"," {name} {behind}' if required else f'("," {name})? {behind}')
+            rest = self._rule("more", f'"," {name} {rest}' if required else f'("," {name})? {rest}')
         return first
 
 

@@ -203,7 +203,7 @@ class EngineClient(asyncio.Protocol):
             reason = aborted if output.finish is FinishReason.abort else output.finish
             self._end(output.id, cast("Outcome", reason.value), None)  # outcomes have the names of both kinds of reasons
         if stream.push(output) > MAX_PILED_TOKENS and output.finish is None:
-            stream.fail(SlowReader(f"the reader is more than {MAX_PILED_TOKENS} tokens behind"))
+            stream.fail(SlowReader(f"the reader has left more than {MAX_PILED_TOKENS} tokens unread"))
             self.abort(output.id, AbortReason.slow_reader)
 
     def _started(self, request: int) -> None:

@@ -62,7 +62,7 @@ class Container:
 
 
 def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """The end of a match at `at`; `at` if there is none."""
+    """The end of a match at `at`, or `at` without a match."""
     match = pattern.match(text, at)
     return match.end() if match else at
 

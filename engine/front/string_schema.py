@@ -24,7 +24,7 @@ _LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
 _REFERS = re.compile(r"\\[1-9bBk]")
 _ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": r"\t\n\v\f\r "}
 _BYTES = LLTokenizer("byte")
-_IN_CLASS = re.compile(r"(\\.)(-(?!\]))?", re.DOTALL)  # an escape; a hyphen behind one of _ASCII is no range
+_IN_CLASS = re.compile(r"(\\.)(-(?!\]))?", re.DOTALL)  # an escape; a hyphen after one of _ASCII is no range
 
 
 class SchemaError(ValueError):
@@ -134,7 +134,7 @@ _HOURS = f"T(?:[0-9]{{1,6}}H(?:{_MINUTES})?|{_MINUTES}|[0-9]{{1,6}}S)"
 _MONTHS_AND_DAYS = "[0-9]{1,6}M(?:[0-9]{1,6}D)?"
 _FROM_YEARS = f"[0-9]{{1,6}}Y(?:{_MONTHS_AND_DAYS})?|{_MONTHS_AND_DAYS}|[0-9]{{1,6}}D"
 _GROUP = "[0-9a-fA-F]{1,4}"
-_BOTH_ENDS = "|".join(f"(?:{_GROUP}:){{1,{7 - behind}}}(?::{_GROUP}){{1,{behind}}}" for behind in range(1, 7))
+_BOTH_ENDS = "|".join(f"(?:{_GROUP}:){{1,{7 - after}}}(?::{_GROUP}){{1,{after}}}" for after in range(1, 7))
 _IPV6 = f"(?:(?:{_GROUP}:){{7}}{_GROUP}|(?:{_GROUP}:){{1,7}}:|:(?::{_GROUP}){{1,7}}|::|{_BOTH_ENDS})"
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _LAST_LABEL = "[A-Za-z](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"  # one of digits makes it an address

@@ -104,7 +104,7 @@ def _key(words: list[str]) -> ApiKey:
     quota = Quota(**{name: _count(name, options.pop(name)) for name in Quota.__struct_fields__ if name in options})
     expires = time_of(options.pop("expires", None))
     if options:
-        raise ConfigError(f"an option is none of rights, {', '.join(Quota.__struct_fields__)}, expires")
+        raise ConfigError(f"an option is not one of rights, {', '.join(Quota.__struct_fields__)}, expires")
     return ApiKey(bytes.fromhex(words[0]), words[1], rights, quota, expires)
 
 

@@ -36,10 +36,10 @@ _DEMUXERS = {
 def demuxer(data: bytes) -> str | None:
     """The demuxer's name, by the bytes after an ID3 tag, or None."""
     tag = re.match(rb"ID3...(....)", data, re.DOTALL)
-    behind = 0
+    start = 0
     if tag:
-        behind = tag.end() + sum((byte & 127) << shift for byte, shift in zip(tag[1], (21, 14, 7, 0), strict=True))
-    heads = [data[start : start + 16] for start in (behind, 0)]
+        start = tag.end() + sum((byte & 127) << shift for byte, shift in zip(tag[1], (21, 14, 7, 0), strict=True))
+    heads = [data[at : at + 16] for at in (start, 0)]
     return next((name for head in heads for name, magic in _DEMUXERS.items() if re.match(magic, head, re.DOTALL)), None)
 
 
@@ -47,7 +47,7 @@ def opened_stream(data: bytes, kind: Literal["audio", "video"], most_seconds: fl
     """The best stream of its kind, decoded by one thread. `pixels` bounds probing. InvalidRequest:
     unknown file or codec, no stream, or too long."""
     if (name := demuxer(data)) is None:
-        raise InvalidRequest("it is none of WAV, MP3, FLAC, Ogg, AAC, M4A, MP4 and WebM")
+        raise InvalidRequest("it is not WAV, MP3, FLAC, Ogg, AAC, M4A, MP4 or WebM")
     codecs = ",".join(codec for names in _CODECS.values() for codec in names)
     options = {"codec_whitelist": codecs, "max_streams": str(STREAMS), "max_pixels": str(pixels), "probesize": str(PROBED_BYTES)}
     options |= {"format_whitelist": name, "protocol_whitelist": "none"}

@@ -47,7 +47,7 @@ def _checked(url: str, rules: MediaSettings) -> SplitResult:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port
     except ValueError as error:
-        raise InvalidRequest(f"its URL is none: {error}") from None
+        raise InvalidRequest(f"its URL is invalid: {error}") from None
     if parts.scheme not in ("http", "https") or not host or parts.username is not None:
         raise InvalidRequest("its URL is not http(s)://HOST/...")
     if not _is_named(host, rules) and "*" not in rules.fetch:

@@ -85,7 +85,7 @@ def opened(data: bytes, pixels: int) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
-        raise InvalidRequest(f"it is none of {', '.join(FORMATS)}, or its header is damaged") from None
+        raise InvalidRequest(f"it is not one of {', '.join(FORMATS)}, or its header is damaged") from None
     check_pixels(*image.size, pixels)
     return image
 

@@ -68,7 +68,7 @@ def digest_of(kind: MediaKind, shape: tuple[int, ...], data: bytes) -> bytes:
 CPU_S: dict[MediaKind, int] = {"image": 2, "video": 20, "audio": 10}  # that a process may take
 REQUEST_CPU_S = 40  # that all media of a request may take
 NICENESS = 10  # of the side process: ranks, core and streams go first
-MEMORY_BYTES = 448 << 20  # that it may take beside its libraries
+MEMORY_BYTES = 448 << 20  # that it may take on top of its libraries
 LENGTH = struct.Struct("<I")
 
 encode = msgspec.msgpack.Encoder().encode

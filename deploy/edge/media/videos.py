@@ -119,7 +119,7 @@ def _begins(packets: Sequence[Packet], chosen: Sequence[int]) -> list[int]:
     keys = [number for number, packet in enumerate(packets) if packet.is_keyframe]
     begins = []
     for number in chosen:
-        before = keys[: bisect_right(keys, number)][-2:]  # a frame may be shown before the key frame that it is stored behind
+        before = keys[: bisect_right(keys, number)][-2:]  # a frame may be shown before the key frame that it is stored after
         begins.append(max((key for key in before if _time(packets[key]) <= _time(packets[number])), default=0))
     return begins
 

@@ -32,7 +32,7 @@ from engine.rank.parallel import Parallel
 from engine.rank.products import Exchange, Part, Peers, Rows, exchange_over
 from engine.rank.shard import Shard
 from kernels.fused_allreduce_norm import Norms
-from kernels.launch import beside
+from kernels.launch import on_second_stream
 from kernels.linear import gelu_times
 from kernels.packed import Activations
 from kernels.ple import per_layer_inputs
@@ -147,7 +147,7 @@ class Block(nn.Module):
         after, scalar = (next_norm, self.scalar) if step.ple is None else (PreNorm(None), None)
         if self._moe:
             assert isinstance(x, Activations)
-            dense = beside(partial(self.mlp.local, x, step.exchange), x)
+            dense = on_second_stream(partial(self.mlp.local, x, step.exchange), x)
             adapters = step.exchange.adapters
             weights, chosen, inner = self.router(h, norms["pre_experts"], adapters)
             both = self.experts(inner, weights, chosen, dense, adapters)  # parts side by side: normed apart, then added

@@ -25,7 +25,7 @@ LARGEST_SAMPLERS = SAMPLERS[1::2]  # which launch whatever the others do
 class StepTokens:
     """What a step's rows sampled.
 
-    chosen    int32 [>= R, 2]: token, 0 if there is none, and flags (`kernels.choose`)
+    chosen    int32 [>= R, 2]: token (0: not sampled) and flags (`kernels.choose`)
     logprobs  int32 [n, 2 + 2 alternatives], of the rows that report them
     accepted  int32 [>= sequences]: tokens accepted of each sequence, for rows of several
     drafts    int32 [sequences, n], if the core needs them
