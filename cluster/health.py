@@ -41,15 +41,11 @@ class Death:
 
 @dataclass(frozen=True)
 class Observation:
-    """The time of a verdict; CLOCK_MONOTONIC nanoseconds.
-
-    since    start of the uninterrupted watch, the earliest start of an age, so a suspended machine is no hang
-    waiting  since when a request has been open, or None
-    """
+    """The time of a verdict; CLOCK_MONOTONIC nanoseconds."""
 
     now: int
-    since: int = 0
-    waiting: int | None = None
+    since: int = 0  # start of the uninterrupted watch, the earliest start of an age, so a suspended machine is no hang
+    waiting: int | None = None  # since when a request has been open, or None
 
     def age_s(self, *stamps: int) -> float:
         """Seconds since the latest of `stamps` and `since`."""
@@ -130,16 +126,12 @@ def _names(indices: Sequence[int], statuses: Statuses) -> str:
 
 @dataclass
 class Watcher:
-    """Calls `on_death(death)` exactly once, unless closed first.
-
-    waiting     monotonic ns since when requests have been open, or None
-    raylet      process id of this replica's raylet, with which the group ends
-    """
+    """Calls `on_death(death)` exactly once, unless closed first."""
 
     group: Group
     on_death: Callable[[Death], None]
-    waiting: Callable[[], int | None]
-    raylet: int
+    waiting: Callable[[], int | None]  # monotonic ns since when requests have been open, or None
+    raylet: int  # process id of this replica's raylet, with which the group ends
 
     def __post_init__(self) -> None:
         self._watch = ExitStack()

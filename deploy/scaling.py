@@ -33,14 +33,10 @@ logger = logging.getLogger("ray.serve")
 
 @dataclass
 class Demand:
-    """One replica's load. Called on the front's loop.
+    """One replica's load. Called on the front's loop."""
 
-    slots        sequences it can run at once
-    objective_s  for a first token
-    """
-
-    slots: int
-    objective_s: float
+    slots: int  # sequences it can run at once
+    objective_s: float  # for a first token
     _open: int = 0
     _tokenless: dict[int, float] = field(default_factory=dict)  # in the order of their coming
     _ttfts: deque[tuple[float, float]] = field(default_factory=deque)
@@ -88,20 +84,15 @@ class Scaling:
     """Wants the fewest replicas that keep every figure within its target; ValueError for a bad
     target.
 
-    slots                running and waiting sequences, as a share of a replica's slots
-    kv                   pages in use of the fullest KV pool, as a share
-    waiting_tokens       that may wait for prefill at one replica
-    downscale_threshold  replicas go only if the rest stay below this share of each target
-
     While first tokens are late and something waits, replicas are added in proportion, at most
     doubled, and only after the last change took effect. Without figures nothing changes; a figure
     that is not finite counts as missing. Ages use the monotonic clock.
     """
 
-    slots: float = 0.8
-    kv: float = 0.8
-    waiting_tokens: float = 8192.0
-    downscale_threshold: float = 0.8
+    slots: float = 0.8  # running and waiting sequences, as a share of a replica's slots
+    kv: float = 0.8  # pages in use of the fullest KV pool, as a share
+    waiting_tokens: float = 8192.0  # that may wait for prefill at one replica
+    downscale_threshold: float = 0.8  # replicas go only if the rest stay below this share of each target
 
     def __post_init__(self) -> None:
         for target in fields(self):

@@ -15,13 +15,13 @@ class Architecture:
     """A kind of model.
 
     read, encoders  geometry of the text model, and of encoders by media kind, from a checkpoint's folder
-    parts           module without torch at import: `checkpoints(config) -> Checkpoints`,
-                    `read_drafter(folder, target, tp) -> Geometry`
     """
 
     model_types: tuple[str, ...]
     read: Callable[[Path], Geometry]
     encoders: Callable[[Path], MediaGeometries]
+    # module without torch at import: `checkpoints(config) -> Checkpoints`, `read_drafter(folder,
+    # target, tp) -> Geometry`
     parts: str
 
 

@@ -24,23 +24,15 @@ _IMPLEMENTED: Final[Implemented] = {
 
 @dataclass(frozen=True)
 class AudioGeometry(Geometry):
-    """An audio encoder; fields that it does not use are its model's.
+    """An audio encoder; fields that it does not use are its model's."""
 
-    model     hidden size of the model that reads its rows
-    output    width of the tower's output, or of its rows
-    features  of an input row: of a log-mel frame or, without a tower, samples
-    channels  of the tower's two convolutions
-    kernel    rows of a layer's convolution, its own last;   reach  rows that attention sees
-    cap       of attention's logits
-    """
-
-    model: int
-    output: int
-    features: int = MELS
-    channels: tuple[int, int] = (0, 0)
-    kernel: int = 0
-    reach: int = 0
-    cap: float = 0.0
+    model: int  # hidden size of the model that reads its rows
+    output: int  # width of the tower's output, or of its rows
+    features: int = MELS  # of an input row: of a log-mel frame or, without a tower, samples
+    channels: tuple[int, int] = (0, 0)  # of the tower's two convolutions
+    kernel: int = 0  # rows of a layer's convolution, its own last
+    reach: int = 0  # rows that attention sees
+    cap: float = 0.0  # of attention's logits
 
     @property
     def unified(self) -> bool:

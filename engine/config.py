@@ -130,20 +130,14 @@ class EngineSettings(FrozenStruct, kw_only=True):
 
 
 class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """One group. Made and checked by `engine_config`.
+    """One group. Made and checked by `engine_config`."""
 
-    model       local folder with config.json (and weights, unless load_format is dummy)
-    page        tokens of a KV page
-    suppress    token ids that are never sampled
-    debug_hash  add the final hidden rows to the state hash (tests; costs a copy a step)
-    """
-
-    model: str
+    model: str  # local folder with config.json (and weights, unless load_format is dummy)
     device: Device
     load_format: LoadFormat = "safetensors"
-    page: Literal[16, 32, 64] = PAGE_SIZE
-    suppress: tuple[int, ...] = ()
-    debug_hash: bool = False
+    page: Literal[16, 32, 64] = PAGE_SIZE  # tokens of a KV page
+    suppress: tuple[int, ...] = ()  # token ids that are never sampled
+    debug_hash: bool = False  # add the final hidden rows to the state hash (tests; costs a copy a step)
 
     @cached_property
     def architecture(self) -> Architecture:

@@ -90,12 +90,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Geometry:
-    """A text model. Sizes are of the whole model; `window` includes the query's own key.
-
-    tied    logits use the embedding's table
-    prefix  of published tensor names
-    bidirectional  tokens of an image see each other in sliding layers
-    """
+    """A text model. Sizes are of the whole model; `window` includes the query's own key."""
 
     hidden: Positive
     vocab: Positive
@@ -111,9 +106,9 @@ class Geometry:
     pad: int
     placeholders: tuple[int, ...]
     dtype: str
-    prefix: str
-    tied: bool
-    bidirectional: bool
+    prefix: str  # of published tensor names
+    tied: bool  # logits use the embedding's table
+    bidirectional: bool  # tokens of an image see each other in sliding layers
 
     @property
     def residual_is_read(self) -> bool:

@@ -37,8 +37,6 @@ class BootArgs(FrozenStruct, kw_only=True):
     descriptors.
 
     plan, masks, media  rings core -> ranks;   result  ring rank 0 -> core
-    reduce              memory of the CPU all-reduce;   front  the core's message socket
-    store               file of torch.distributed's rendezvous;   spin  polls of a ring reader before it sleeps
     """
 
     index: int
@@ -50,10 +48,10 @@ class BootArgs(FrozenStruct, kw_only=True):
     masks: int
     media: int
     result: int
-    reduce: int
-    front: int
-    store: str
-    spin: int
+    reduce: int  # memory of the CPU all-reduce
+    front: int  # the core's message socket
+    store: str  # file of torch.distributed's rendezvous
+    spin: int  # polls of a ring reader before it sleeps
 
     @property
     def name(self) -> str:
@@ -86,26 +84,17 @@ Points = tuple[tuple[float, float], ...]  # ascending
 
 
 class StepTimes(FrozenStruct):
-    """Measured step times: (rows, milliseconds), ascending in rows.
+    """Measured step times: (rows, milliseconds), ascending in rows."""
 
-    decodes     steps of decode rows alone, with short contexts;   prefills  of prompt tokens alone
-    mixed       extra cost of decode rows over equally many prompt tokens, in a step with prompts
-    context_ms  a token of context in a step of decode rows
-    read_ms     a token of context in a chunk's step;   attend_ms  for each token of the chunk
-    tile        rows of a tile in large products: a part costs as much as the whole
-    drafts      each draft length, and its steps as in decodes; empty for a single one
-    drafting    extra cost of the most drafts in a step with prompts, beyond their rows, by sequences
-    """
-
-    decodes: Points
-    prefills: Points
-    mixed: Points
-    context_ms: float
-    read_ms: float
-    attend_ms: float
-    tile: int
-    drafts: tuple[tuple[int, Points], ...] = ()
-    drafting: Points = ()
+    decodes: Points  # steps of decode rows alone, with short contexts
+    prefills: Points  # of prompt tokens alone
+    mixed: Points  # extra cost of decode rows over equally many prompt tokens, in a step with prompts
+    context_ms: float  # a token of context in a step of decode rows
+    read_ms: float  # a token of context in a chunk's step
+    attend_ms: float  # for each token of the chunk
+    tile: int  # rows of a tile in large products: a part costs as much as the whole
+    drafts: tuple[tuple[int, Points], ...] = ()  # each draft length, and its steps as in decodes; empty for a single one
+    drafting: Points = ()  # extra cost of the most drafts in a step with prompts, beyond their rows, by sequences
 
 
 def slowest(measured: Sequence[StepTimes]) -> StepTimes:

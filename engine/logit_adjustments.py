@@ -11,19 +11,15 @@ MAX_BAD_WORD_IDS = 1024  # of all its bad words together
 class LogitAdjustments(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Defaults change nothing.
 
-    repetition_penalty                   of ids in the prompt or generated: 1 changes nothing
     presence_penalty, frequency_penalty  of generated ids
-    bias         (id, added to its logit), each id once; -inf forbids the id
-    allowed_ids  empty: all
-    bad_words    token ids of forbidden words, none empty
     """
 
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = 1.0  # of ids in the prompt or generated: 1 changes nothing
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    bias: tuple[tuple[int, float], ...] = ()
-    allowed_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()  # (id, added to its logit), each id once; -inf forbids the id
+    allowed_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of forbidden words, none empty
 
     @property
     def penalties(self) -> tuple[float, float, float]:

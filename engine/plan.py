@@ -129,15 +129,12 @@ class StepPlan(msgspec.Struct):
 
 
 class PlanView(NamedTuple):
-    """A plan as a rank reads it: sections are int32 [n, numbers of a row] over the record's bytes.
-
-    fixed  int32, header and fixed-width sections, copied to the device
-    """
+    """A plan as a rank reads it: sections are int32 [n, numbers of a row] over the record's bytes."""
 
     step: int
     masked: bool
     drafts: int
-    fixed: np.ndarray
+    fixed: np.ndarray  # int32, header and fixed-width sections, copied to the device
     rows: np.ndarray
     chunks: np.ndarray
     appends: np.ndarray
@@ -186,21 +183,14 @@ def has_numbers(logprobs: PromptLogprobs) -> bool:
 
 
 class StepResult(NamedTuple):
-    """Rank 0 -> core, one for every plan, in order.
-
-    table     int32 [n, 4 + W + D], in the order of result rows
-    logprobs  of rows that report them, one a token
-    prompts   of chunks that report prompt logprobs, in order
-    ended     plans with encodes since boot whose encodes have ended
-    took_us   microseconds of rank 0's device, and idle before (`Launched`); 0: unknown
-    """
+    """Rank 0 -> core, one for every plan, in order."""
 
     step: int
-    table: np.ndarray
-    logprobs: Mapping[int, Sequence[Logprobs]]
-    prompts: Sequence[PromptRow]
-    ended: int
-    took_us: int
+    table: np.ndarray  # int32 [n, 4 + W + D], in the order of result rows
+    logprobs: Mapping[int, Sequence[Logprobs]]  # of rows that report them, one a token
+    prompts: Sequence[PromptRow]  # of chunks that report prompt logprobs, in order
+    ended: int  # plans with encodes since boot whose encodes have ended
+    took_us: int  # microseconds of rank 0's device, and idle before (`Launched`); 0: unknown
 
     def split(self, decode_rows: int) -> tuple[range, range]:
         """Row indices of chunks, and of decode rows (`in_result_order`)."""

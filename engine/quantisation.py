@@ -24,18 +24,12 @@ _IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert")  # lists of p
 
 @dataclass(frozen=True)
 class Quantisation:
-    """A format for each matrix of a checkpoint.
+    """A format for each matrix of a checkpoint."""
 
-    groups   targets (names, `re:` patterns, `*`, or `Linear` for all) and the format of their matrices
-    ignored  names and patterns of plain matrices
-    fused    a layer's experts are one tensor, else one each
-    notes    settings without effect, a sentence each
-    """
-
-    groups: Groups = ()
-    ignored: tuple[str, ...] = ()
-    fused: bool = True
-    notes: tuple[str, ...] = ()
+    groups: Groups = ()  # targets (names, `re:` patterns, `*`, or `Linear` for all) and the format of their matrices
+    ignored: tuple[str, ...] = ()  # names and patterns of plain matrices
+    fused: bool = True  # a layer's experts are one tensor, else one each
+    notes: tuple[str, ...] = ()  # settings without effect, a sentence each
 
     @property
     def name(self) -> str:

@@ -10,25 +10,19 @@ _LOW = 0xFFFFFFFF
 
 
 class EncoderFigures(NamedTuple):
-    """A rank's encoders since boot.
+    """A rank's encoders since boot."""
 
-    us                       microseconds in them
-    images, frames, clips    encoded by the group, into `rows` soft tokens
-    queries, hits            lookups in the output cache; `host_hits` of the hits on the host
-    evictions                outputs lost;   cached_bytes, host_bytes  held now on device and host
-    """
-
-    us: int = 0
-    images: int = 0
+    us: int = 0  # microseconds in them
+    images: int = 0  # encoded by the group, as are `frames` and `clips`
     frames: int = 0
     clips: int = 0
-    rows: int = 0
-    queries: int = 0
+    rows: int = 0  # soft tokens of these
+    queries: int = 0  # lookups in the output cache
     hits: int = 0
-    host_hits: int = 0
-    evictions: int = 0
-    cached_bytes: int = 0
-    host_bytes: int = 0
+    host_hits: int = 0  # of the `hits` on the host
+    evictions: int = 0  # outputs lost
+    cached_bytes: int = 0  # held now on the device
+    host_bytes: int = 0  # on the host
 
 
 class RankStatus(NamedTuple):

@@ -55,17 +55,12 @@ class StepSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class StepShapes:
-    """The sizes of a rank's steps.
+    """The sizes of a rank's steps."""
 
-    sizes    padded sizes, ascending; each is captured on a GPU
-    prefill  most chunk rows of a step;   longest  of one chunk
-    images   chunks may have bidirectional spans
-    """
-
-    sizes: tuple[StepSizes, ...]
-    prefill: int
-    longest: int
-    images: bool = False
+    sizes: tuple[StepSizes, ...]  # padded sizes, ascending; each is captured on a GPU
+    prefill: int  # most chunk rows of a step
+    longest: int  # of one chunk
+    images: bool = False  # chunks may have bidirectional spans
 
     @classmethod
     def of(cls, config: EngineConfig) -> "StepShapes":

@@ -29,16 +29,13 @@ _IMPLEMENTED: Final[Implemented] = {
 class VisionGeometry(Geometry):
     """A vision encoder; fields that it does not use are its model's.
 
-    model     hidden size of the model that reads its rows
     positions entries of its table, for each axis
-    unified   it is the 12B's embedder
-    standardize  its rows are shifted and scaled
     """
 
-    model: int
+    model: int  # hidden size of the model that reads its rows
     positions: int
-    unified: bool
-    standardize: bool
+    unified: bool  # it is the 12B's embedder
+    standardize: bool  # its rows are shifted and scaled
 
     @property
     def output(self) -> int:

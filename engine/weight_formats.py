@@ -8,22 +8,14 @@ from typing import Any, NamedTuple
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a stored matrix [..., m, n].
+    """A tensor of a stored matrix [..., m, n]."""
 
-    name    of the rank's parameter
-    suffix  after the matrix's name in a checkpoint
-    block   rows and columns of the matrix for an element; 0: all of them
-    dtype   on the rank; None: the model's
-    saved   allowed dtypes in safetensors
-    draw    makes a random one from normal values of its shape, and n; None: as the matrix
-    """
-
-    name: str
-    suffix: str = ""
-    block: tuple[int, int] = (1, 1)
-    dtype: str | None = None
-    saved: tuple[str, ...] = ("BF16", "F16", "F32")
-    draw: Callable[[Any, int], Any] | None = None
+    name: str  # of the rank's parameter
+    suffix: str = ""  # after the matrix's name in a checkpoint
+    block: tuple[int, int] = (1, 1)  # rows and columns of the matrix for an element; 0: all of them
+    dtype: str | None = None  # on the rank; None: the model's
+    saved: tuple[str, ...] = ("BF16", "F16", "F32")  # allowed dtypes in safetensors
+    draw: Callable[[Any, int], Any] | None = None  # makes a random one from normal values of its shape, and n; None: as the matrix
 
     def shape(self, matrix: tuple[int, ...]) -> tuple[int, ...]:
         """The tensor's shape, for a matrix of shape `matrix`."""
@@ -32,26 +24,16 @@ class StoredTensor(NamedTuple):
 
 
 class WeightFormat(NamedTuple):
-    """A format of matrices.
+    """A format of matrices."""
 
-    weight   `module:class` of a matrix on a rank
-    tensors  on a rank and, unless it is packed at load, in a checkpoint
-    schemes  of checkpoints with these tensors, as `engine.quantisation` names them
-    unread   ignored tensors in a checkpoint, by name after the module's
-    packer   `module:function` that packs rows of a plain matrix, or None
-    source   tensors in a checkpoint, values first; empty: those of a rank
-    reader   `module:function` that makes a rank's tensors from whole rows, in whole blocks, of the source's
-    is_static  the checkpoint has static activation scales
-    """
-
-    weight: str
-    tensors: tuple[StoredTensor, ...]
-    schemes: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
-    packer: str | None = None
-    source: tuple[StoredTensor, ...] = ()
-    reader: str | None = None
-    is_static: bool = False
+    weight: str  # `module:class` of a matrix on a rank
+    tensors: tuple[StoredTensor, ...]  # on a rank and, unless it is packed at load, in a checkpoint
+    schemes: tuple[str, ...] = ()  # of checkpoints with these tensors, as `engine.quantisation` names them
+    unread: tuple[str, ...] = ()  # ignored tensors in a checkpoint, by name after the module's
+    packer: str | None = None  # `module:function` that packs rows of a plain matrix, or None
+    source: tuple[StoredTensor, ...] = ()  # tensors in a checkpoint, values first; empty: those of a rank
+    reader: str | None = None  # `module:function` that makes a rank's tensors from whole rows, in whole blocks, of the source's
+    is_static: bool = False  # the checkpoint has static activation scales
 
     @property
     def saved(self) -> tuple[StoredTensor, ...]:

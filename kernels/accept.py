@@ -22,33 +22,22 @@ _COLUMNS = 2048  # of a hidden row copied at once
 
 
 class DraftInputs(NamedTuple):
-    """A drafter's n rows, one a sequence, then padding.
+    """A drafter's n rows, one a sequence, then padding."""
 
-    ids        int32 [n]: the last accepted token, whose K and V are not computed yet
-    slots      int32 [n]
-    positions  int32 [1 + drafts, n]: of the last K and V, then of the input of each draft token; -1: padding
-    hidden     [n, m], the row that gave the last token; undefined for padding
-    """
-
-    ids: Tensor
-    slots: Tensor
-    positions: Tensor
-    hidden: Tensor
+    ids: Tensor  # int32 [n]: the last accepted token, whose K and V are not computed yet
+    slots: Tensor  # int32 [n]
+    positions: Tensor  # int32 [1 + drafts, n]: of the last K and V, then of the input of each draft token; -1: padding
+    hidden: Tensor  # [n, m], the row that gave the last token; undefined for padding
 
 
 class Verified(NamedTuple):
-    """Sequences of `width` consecutive sampled rows.
+    """Sequences of `width` consecutive sampled rows."""
 
-    chosen     int32 [n * width, 2]: token and flags (`kernels.choose`)
-    ids        int32 [n * width]: inputs;   slots, positions  int32 [n * width], of the inputs; -1: padding
-    hidden     [n * width, m], the rows that gave the tokens
-    """
-
-    chosen: Tensor
-    ids: Tensor
+    chosen: Tensor  # int32 [n * width, 2]: token and flags (`kernels.choose`)
+    ids: Tensor  # int32 [n * width]: inputs
     slots: Tensor
-    positions: Tensor
-    hidden: Tensor
+    positions: Tensor  # int32 [n * width], of the inputs, as `slots`; -1: padding
+    hidden: Tensor  # [n * width, m], the rows that gave the tokens
     width: int
 
 

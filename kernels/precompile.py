@@ -24,16 +24,14 @@ from kernels.launch import INTERPRET, compiler_options, recorded
 
 @dataclass(frozen=True)
 class ListedLaunch:
-    """One launch: kernel, grid, constexprs and options, and the key of its compilation.
-
-    specialization  Triton's type of each parameter, and what is compiled in: the value of a "constexpr", "D" for one divisible
-                    by 16;  empty under the interpreter
-    """
+    """One launch: kernel, grid, constexprs and options, and the key of its compilation."""
 
     kernel: str
     grid: tuple[int, ...]
     constexprs: dict[str, Any]
     function: Any = field(default=None, compare=False, repr=False)
+    # Triton's type of each parameter, and what is compiled in: the value of a "constexpr", "D" for
+    # one divisible by 16;  empty under the interpreter
     specialization: tuple[tuple[str, Any], ...] = field(default=(), compare=False, repr=False)
 
     @property

@@ -48,8 +48,8 @@ def extend_attention(
     table  int32 [slots, width]
     tiles  int32 [n, 4], (slot, first row, first position, count): consecutive positions and rows; count at most `tile_tokens(...)`,
            0 is skipped. Below position 0 out is 0
-    window keys a position sees, its own included; None: all last_seen int32 [T]: last position that
-    each row sees, in the same chunk; below its own, or None: its own
+    window keys a position sees, its own included; None: all
+    last_seen int32 [T]: last position that each row sees, in the same chunk; below its own, or None: its own
     """
     if not enabled(q):
         for slot, row, position, count in tiles.tolist():

@@ -30,17 +30,12 @@ ANSWERS_PER_CHOICE = 4  # answers under way, those included that only wait for t
 
 @dataclass
 class AdmissionControl:
-    """The tickets of one engine.
-
-    choices    running or waiting at once
-    tokens     of prompts waiting for prefill
-    bytes      of media waiting with them
-    """
+    """The tickets of one engine."""
 
     engine: EngineClient
-    choices: int
-    tokens: int
-    bytes: int
+    choices: int  # running or waiting at once
+    tokens: int  # of prompts waiting for prefill
+    bytes: int  # of media waiting with them
     _reserved: int = 0
     _open_answers: int = 0
     _turn: int = 0  # the latest

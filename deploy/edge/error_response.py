@@ -23,16 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 class ErrorShape(FrozenStruct):
-    """How an API writes an error.
+    """How an API writes an error."""
 
-    name        of its schema in the API's document
-    write       from status, message, param and code; always at least the same keys
-    id_headers  in which its clients look for a request's id
-    """
-
-    name: str
+    name: str  # of its schema in the API's document
+    # from status, message, param and code; always at least the same keys
     write: Callable[[int, str, str | None, str | None], JsonObject]
-    id_headers: tuple[bytes, ...] = (b"x-request-id",)
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)  # in which its clients look for a request's id
 
     def body(self, error: QuartetError) -> JsonObject:
         param = error.param if isinstance(error, InvalidRequest) else None

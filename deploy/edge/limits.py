@@ -77,17 +77,14 @@ class UnreadBody:
 
 @dataclass
 class Limits:
-    """Wraps an ASGI app.
-
-    check_key  returns the client by API key, or None if the application will refuse the request, so
-               that its body is not read. Without it there are no keys
-    is_guard   around Serve: a client that takes nothing for write_timeout_s is dropped here
-    """
+    """Wraps an ASGI app."""
 
     app: ASGIApp
     limits: LimitSettings
+    # returns the client by API key, or None if the application will refuse the request, so that its
+    # body is not read. Without it there are no keys
     check_key: Callable[[Scope], Awaitable[str | None]] | None = None
-    is_guard: bool = False
+    is_guard: bool = False  # around Serve: a client that takes nothing for write_timeout_s is dropped here
     _open: int = 0
 
     def __post_init__(self) -> None:

@@ -29,17 +29,14 @@ class ServedModel(FrozenStruct):
 class Usage(FrozenStruct):
     """Token counts of a request, all choices together.
 
-    cached               prompt tokens that no choice computed
-    reasoning            tokens of thoughts, markers included
-    media                prompt tokens of images, videos and clips, by OpenAI's name of the count
     accepted, rejected   draft tokens that are, or are not, part of the completion
     """
 
     prompt: int
     completion: int
-    cached: int = 0
-    reasoning: int = 0
-    media: Mapping[str, int] = {}
+    cached: int = 0  # prompt tokens that no choice computed
+    reasoning: int = 0  # tokens of thoughts, markers included
+    media: Mapping[str, int] = {}  # prompt tokens of images, videos and clips, by OpenAI's name of the count
     accepted: int = 0
     rejected: int = 0
 

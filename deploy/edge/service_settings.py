@@ -42,36 +42,26 @@ def audio_row_samples(encoders: MediaGeometries) -> int:
 
 
 class ServiceSettings(FrozenStruct):
-    """Settings of a served model.
+    """Settings of a served model."""
 
-    names                 of the model; answers have the first
-    others                names and contexts of the cluster's other models
-    fingerprint           of build, weights and setup
-    weight_format         names of `engine.weight_formats`
-    row_samples           of its audio; 0 for log-mel frames
-    capacity              choices let in (admission_control.py)
-    queue_tokens          prompt tokens that may wait
-    adapters              folders by name
-    """
-
-    names: tuple[str, ...]
-    others: tuple[tuple[str, int], ...]
+    names: tuple[str, ...]  # of the model; answers have the first
+    others: tuple[tuple[str, int], ...]  # names and contexts of the cluster's other models
     vocab: int
     max_len: int
     defaults: Defaults
     limits: LimitSettings
     media: MediaSettings
     media_kinds: frozenset[MediaKind]
-    row_samples: int
+    row_samples: int  # of its audio; 0 for log-mel frames
     logs: LogSettings
     max_tokens: int | None
-    capacity: int
-    queue_tokens: int
-    fingerprint: str
-    weight_format: str
+    capacity: int  # choices let in (admission_control.py)
+    queue_tokens: int  # prompt tokens that may wait
+    fingerprint: str  # of build, weights and setup
+    weight_format: str  # names of `engine.weight_formats`
     tool_grammar: ToolGrammar
     thinking: Thinking
-    adapters: Mapping[str, str] = {}
+    adapters: Mapping[str, str] = {}  # folders by name
 
     @property
     def name(self) -> str:

@@ -49,17 +49,12 @@ class PackageState(NamedTuple):
 
 
 class BackendEntry(NamedTuple):
-    """An attention backend.
-
-    parts      the module in `engine/rank/attention/` whose `parts` makes them (`base.AttentionParts`)
-    obstacles  what stands between rows of a kind and this backend on a GPU, the most lasting first
-    reason     what it runs on, where it is the default
-    package    the package that it needs, where that is installed
-    """
+    """An attention backend."""
 
     name: str
     device: Literal["cpu", "cuda"]
-    parts: str
+    parts: str  # the module in `engine/rank/attention/` whose `parts` makes them (`base.AttentionParts`)
+    # what stands between rows of a kind and this backend on a GPU, the most lasting first
     obstacles: Callable[[RowKind, Platform], Iterable[Obstacle]] = lambda *_: ()
-    reason: Callable[[Platform], str] = lambda platform: platform.gpu
-    package: Callable[[Platform], PackageState | None] = lambda _: None
+    reason: Callable[[Platform], str] = lambda platform: platform.gpu  # what it runs on, where it is the default
+    package: Callable[[Platform], PackageState | None] = lambda _: None  # the package that it needs, where that is installed

@@ -85,29 +85,20 @@ class ThoughtLimit:
 
 @dataclass(eq=False)
 class MaskState:
-    """Masks of one request. Updates its sequence through `Sequence.set_masks`.
-
-    masked    its tokens need masks
-    compiled  shared matcher at the grammar's start, and its first mask; None without a grammar
-    ending    masked only because its thought may have to end
-    matcher   of the grammar in force, or None
-    read      tokens of the sequence that were read, prompt included
-    masks     int32 [n, words] for the tokens from index `length` on
-    slow      tokens for which its masks still count as slow;   making: the slow mask that a thread makes
-    """
+    """Masks of one request. Updates its sequence through `Sequence.set_masks`."""
 
     sequence: Sequence
-    compiled: Compiled | None
+    compiled: Compiled | None  # shared matcher at the grammar's start, and its first mask; None without a grammar
     trigger: int | None
     limit: ThoughtLimit | None
-    read: int
-    masked: bool = False
-    ending: bool = False
-    matcher: Matcher | None = None
-    masks: np.ndarray | None = None
+    read: int  # tokens of the sequence that were read, prompt included
+    masked: bool = False  # its tokens need masks
+    ending: bool = False  # masked only because its thought may have to end
+    matcher: Matcher | None = None  # of the grammar in force, or None
+    masks: np.ndarray | None = None  # int32 [n, words] for the tokens from index `length` on
     length: int = 0
-    slow: int = 0
-    making: "Future[np.ndarray] | None" = None
+    slow: int = 0  # tokens for which its masks still count as slow
+    making: "Future[np.ndarray] | None" = None  # the slow mask that a thread makes
 
     @property
     def constrained(self) -> bool:

@@ -128,12 +128,10 @@ class Hit:
     """A cached prefix of `count` pages.
 
     full, tail  pages of the full group; the last pages of the sliding group that the window needs
-    branch      page up to which only the full group has the prefix
-    version     the hit is valid while `PrefixCache.version` is this
     """
 
     count: int
     full: "array[int]"
     tail: "array[int]"
-    branch: int
-    version: int
+    branch: int  # page up to which only the full group has the prefix
+    version: int  # the hit is valid while `PrefixCache.version` is this

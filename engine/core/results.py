@@ -29,23 +29,16 @@ class ChunkRow(NamedTuple):
 
 
 class InFlightStep(msgspec.Struct):
-    """A plan whose result has not come.
-
-    rows      (sequence, admission number, width) of each decode row
-    size      as in DraftPolicy.choose;   drafting  number of sequences that may draft
-    expected  its expected time, if a target bounds the step
-    crowded   prompts fill it, so its drafts are few
-    waiting   sequences whose chunk was skipped or cut because they wait for transfers
-    """
+    """A plan whose result has not come."""
 
     plan: StepPlan
     chunks: list[ChunkRow] = []
-    rows: list[tuple[Sequence, int, int]] = []
-    size: int = 0
-    drafting: int = 0
-    expected: Expected | None = None
-    crowded: bool = False
-    waiting: int = 0
+    rows: list[tuple[Sequence, int, int]] = []  # (sequence, admission number, width) of each decode row
+    size: int = 0  # as in DraftPolicy.choose
+    drafting: int = 0  # number of sequences that may draft
+    expected: Expected | None = None  # its expected time, if a target bounds the step
+    crowded: bool = False  # prompts fill it, so its drafts are few
+    waiting: int = 0  # sequences whose chunk was skipped or cut because they wait for transfers
 
     @property
     def result_rows(self) -> list[tuple[Sequence, int]]:

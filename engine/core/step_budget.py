@@ -47,16 +47,11 @@ class Prompt(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """How prompts share a step.
+    """How prompts share a step."""
 
-    shortest_first  short prompts first, else by precedence
-    overtaking      how many later requests may be admitted before a request
-    long            how many prompts longer than a step's budget are computed at a time
-    """
-
-    shortest_first: bool
-    overtaking: int
-    long: int
+    shortest_first: bool  # short prompts first, else by precedence
+    overtaking: int  # how many later requests may be admitted before a request
+    long: int  # how many prompts longer than a step's budget are computed at a time
 
     def order(self, prompts: list[Prompt], turn: bool) -> list[int]:
         """Indices in order of service; the oldest first on its `turn`. `prompts`: running by

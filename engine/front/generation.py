@@ -34,29 +34,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """One validated request.
+    """One validated request."""
 
-    prompts    int32 token ids; each has equally many choices, those of the first prompt come first
-    params     one for each choice
-    salt       only equal salts share cached prefixes;   priority  lower ones go first
-    adapter    -1: none
-    markers    of a chat, with thoughts and calls of `tools`;   one_call  the first call ends it
-    echoes     the prompts' texts, if answers begin with them;   echo_only  answers are nothing else
-    """
-
-    prompts: "tuple[array[int], ...]"
-    params: tuple[SamplingParams, ...]
+    prompts: "tuple[array[int], ...]"  # int32 token ids; each has equally many choices, those of the first prompt come first
+    params: tuple[SamplingParams, ...]  # one for each choice
     clip: bool
-    salt: str = ""
-    priority: int = 0
-    adapter: int = NO_ADAPTER
+    salt: str = ""  # only equal salts share cached prefixes
+    priority: int = 0  # lower ones go first
+    adapter: int = NO_ADAPTER  # -1: none
     stops: tuple[str, ...] = ()
     skip_special_tokens: bool = True
-    markers: Markers | None = None
+    markers: Markers | None = None  # of a chat, with thoughts and calls of `tools`
     tools: Tools = NO_TOOLS
-    one_call: bool = False
-    echoes: tuple[str, ...] = ()
-    echo_only: bool = False
+    one_call: bool = False  # the first call ends it
+    echoes: tuple[str, ...] = ()  # the prompts' texts, if answers begin with them
+    echo_only: bool = False  # answers are nothing else
     media: tuple[MediaItem, ...] = ()
 
     def prompt(self, choice: int) -> "array[int]":

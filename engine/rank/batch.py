@@ -64,36 +64,23 @@ class SoftTokens:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One step's inputs, read-only. T rows: chunk tokens, then decode rows, padding rows last.
+    """One step's inputs, read-only. T rows: chunk tokens, then decode rows, padding rows last."""
 
-    ids       int32 [T]  input token ids
-    positions int32 [T]  0-based; -1: a padding row, which writes nothing
-    slots     int32 [T]  row of every page table
-    rope      fp32 [T, 2 * pairs] of each rotary embedding: cos, then sin
-    pages     int32 [sequences, entries] of each KV group: page ids of decode rows (`kernels.slots.gather_pages`)
-    logit_rows int64 [R] rows whose logits are wanted, ascending; None: all rows
-    prompts              rows of prefill chunks, padded
-    chunk_list int32 [n, 4] those chunks (`kernels.chunks`);   chunks  on the host, in row order; empty in a graph
-    last_seen int32 [prompts] last position that a row sees in its span; one below its own: up to
-    itself. None: as `chunks` say
-    width                decode rows of a sequence
-    soft                 outputs of encoders, or None
-    adapters  int32 [T]  adapter of each row, -1 for none; None: no row has one
-    """
-
-    ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    rope: RopeTensors
-    pages: PageIds
-    logit_rows: Tensor | None = None
-    chunks: tuple[Chunk, ...] = ()
-    width: int = 1
-    prompts: int = 0
-    chunk_list: Tensor | None = None
+    ids: Tensor  # int32 [T]  input token ids
+    positions: Tensor  # int32 [T]  0-based; -1: a padding row, which writes nothing
+    slots: Tensor  # int32 [T]  row of every page table
+    rope: RopeTensors  # fp32 [T, 2 * pairs] of each rotary embedding: cos, then sin
+    pages: PageIds  # int32 [sequences, entries] of each KV group: page ids of decode rows (`kernels.slots.gather_pages`)
+    logit_rows: Tensor | None = None  # int64 [R] rows whose logits are wanted, ascending; None: all rows
+    chunks: tuple[Chunk, ...] = ()  # on the host, in row order; empty in a graph
+    width: int = 1  # decode rows of a sequence
+    prompts: int = 0  # rows of prefill chunks, padded
+    chunk_list: Tensor | None = None  # int32 [n, 4] those chunks (`kernels.chunks`)
+    # int32 [prompts] last position that a row sees in its span; below its own: up to itself. None:
+    # as `chunks` say
     last_seen: Tensor | None = None
-    soft: SoftTokens | None = None
-    adapters: Tensor | None = None
+    soft: SoftTokens | None = None  # outputs of encoders, or None
+    adapters: Tensor | None = None  # int32 [T]  adapter of each row, -1 for none; None: no row has one
 
     @property
     def rows(self) -> int:

@@ -33,11 +33,10 @@ class Exchange:
     """Sums over ranks are collectives. On one rank, a row-parallel product of few rows may give
     fp32 parts [parts, T, m] (`kernels.linear.linear_parts`).
 
-    adapters    int32 [T], the adapter of each row; None: no row has one
     packs_rows  norms may pack the rows that its products read
     """
 
-    adapters: Tensor | None = None
+    adapters: Tensor | None = None  # int32 [T], the adapter of each row; None: no row has one
     packs_rows = True
 
     def __init__(self, parallel: Parallel, eps: float) -> None:

@@ -41,11 +41,7 @@ from engine.step_shapes import StepShapes, StepSizes
 
 @dataclass(eq=False, repr=False)
 class Runner:
-    """Runs plans on one rank. `engine.rank.builder` makes its stages.
-
-    adapted     its model has adapters: steps with adapted rows run as a second graph of the forward
-    capturable  its steps can be captured as CUDA graphs;   graphs  once they are captured
-    """
+    """Runs plans on one rank. `engine.rank.builder` makes its stages."""
 
     shapes: StepShapes
     slots: SlotState
@@ -55,9 +51,9 @@ class Runner:
     draft_stage: DraftStage | None
     encode_stage: EncodeStage
     report_stage: ReportStage
-    capturable: bool
-    adapted: bool
-    graphs: StageGraphs | None = None
+    capturable: bool  # its steps can be captured as CUDA graphs
+    adapted: bool  # its model has adapters: steps with adapted rows run as a second graph of the forward
+    graphs: StageGraphs | None = None  # once they are captured
 
     @property
     def state_hash(self) -> int:

@@ -34,24 +34,19 @@ from kernels.sampling_batch import SamplingBatch, SlotParameters
 
 @dataclass(frozen=True)
 class ResultRows:
-    """The rows of a step that give tokens, as the host knows them.
+    """The rows of a step that give tokens, as the host knows them."""
 
-    slots         int32 [R] on the host, in the result's order, `width` of each sequence
-    numbers       int32 [R]: low 31 bits of each row's admission number
-    logprobs      alternatives that each row reports; None: no logprobs
-    filtered      rows with other filters, ascending;   reported  rows with logprobs, ascending
-    alternatives  the most that a row reports
-    """
-
+    # int32 [R] on the host, in the result's order, `width` of each sequence
     slots: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32), compare=False)
+    # int32 [R]: low 31 bits of each row's admission number
     numbers: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32), compare=False)
-    logprobs: Sequence[int | None] = ()
+    logprobs: Sequence[int | None] = ()  # alternatives that each row reports; None: no logprobs
     width: int = 1
     adjusted: bool = False
     small_top_k: bool = False
-    filtered: Sequence[int] = ()
-    reported: Sequence[int] = ()
-    alternatives: int = 0
+    filtered: Sequence[int] = ()  # rows with other filters, ascending
+    reported: Sequence[int] = ()  # rows with logprobs, ascending
+    alternatives: int = 0  # the most that a row reports
 
 
 class Sampler:

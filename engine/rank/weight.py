@@ -29,12 +29,11 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter
 class Weight(nn.Module):
     """W [m, n], or of each expert [experts, m, n]: this rank's part. Made without tensors.
 
-    weight      its values in `dtype`
     packs_rows  its products may read x as `kernels.packed.PackedRows`
     adapters    an `AdapterStack`, or None
     """
 
-    weight: Tensor
+    weight: Tensor  # its values in `dtype`
     packs_rows = False
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

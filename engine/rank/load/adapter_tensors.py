@@ -33,12 +33,11 @@ _UNREAD = re.compile(r"layers\.\d+\.self_attn\.[kv]_proj")  # of a layer that re
 class AdapterMatrix(NamedTuple):
     """B A of one matrix, or of all `experts` of a layer.
 
-    module    as the checkpoint's tensors name it;   bases  published names of the matrices of B's rows, in order
     a, b      names of the tensors;   rank of one matrix;   scale  factor
     """
 
-    module: str
-    bases: tuple[str, ...]
+    module: str  # as the checkpoint's tensors name it
+    bases: tuple[str, ...]  # published names of the matrices of B's rows, in order
     a: str
     b: str
     rank: int

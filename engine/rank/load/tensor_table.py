@@ -41,17 +41,12 @@ def norm_rule(name: str, parameter: str, size: str = "hidden", present: str = "o
 
 @dataclass(frozen=True)
 class TensorTable:
-    """The tensors of an architecture's checkpoints.
-
-    sizes           of the axes in a layer, except `one` and fields of the geometry or the layer
-    published_name  of a tensor, from its name in any checkpoint or rule
-    is_unused       whether the model ignores this published name
-    """
+    """The tensors of an architecture's checkpoints."""
 
     rules: tuple[Rule, ...]
-    sizes: AxisSizes
-    published_name: Callable[[str, Geometry], str]
-    is_unused: Callable[[str, Geometry], bool]
+    sizes: AxisSizes  # of the axes in a layer, except `one` and fields of the geometry or the layer
+    published_name: Callable[[str, Geometry], str]  # of a tensor, from its name in any checkpoint or rule
+    is_unused: Callable[[str, Geometry], bool]  # whether the model ignores this published name
 
     @classmethod
     def of_encoder(cls, rules: tuple[Rule, ...], sizes: AxisSizes, *prefixes: str) -> "TensorTable":

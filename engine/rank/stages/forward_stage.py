@@ -25,23 +25,17 @@ from engine.step_shapes import StepSizes
 
 @dataclass
 class Forwarded:
-    """A launched forward, for `Runner.sample`.
-
-    media     items whose encode is still to begin, or None
-    hidden   final hidden rows [rows, hidden] of the rows that sample, padded as the forward
-    batch    slots and positions of those rows, or None;   captured  the sizes of its graph, or None
-    scored   rows with prompt logprobs;   prompts  those, int32 [n, 2 + 2 alternatives]
-    """
+    """A launched forward, for `Runner.sample`."""
 
     plan: PlanView
     data: bytes
     start: DeviceEvent
-    media: MediaReader | None
-    hidden: Tensor
-    batch: ForwardBatch | None = None
-    captured: StepSizes | None = None
-    scored: Sequence[ScoredRows] = ()
-    prompts: Tensor | None = None
+    media: MediaReader | None  # items whose encode is still to begin, or None
+    hidden: Tensor  # final hidden rows [rows, hidden] of the rows that sample, padded as the forward
+    batch: ForwardBatch | None = None  # slots and positions of those rows, or None
+    captured: StepSizes | None = None  # the sizes of its graph, or None
+    scored: Sequence[ScoredRows] = ()  # rows with prompt logprobs
+    prompts: Tensor | None = None  # those, int32 [n, 2 + 2 alternatives]
 
 
 @dataclass

@@ -25,21 +25,15 @@ from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 
 @dataclass(frozen=True)
 class Launched:
-    """A launched step: call `result`, then `fold`, each once and in plan order.
-
-    hashed  the bytes of its plan and its masks
-    rows    that sample;   scored  that give prompt logprobs
-    copies  outputs on the host, by name, valid once `end` has come
-    before  the end of the previous step; None: it tells nothing of idle time;   start, end  its own (`step_clock`)
-    """
+    """A launched step: call `result`, then `fold`, each once and in plan order."""
 
     step: int
-    hashed: tuple[bytes, bytes]
-    rows: ResultRows
-    scored: Sequence[ScoredRows]
-    copies: dict[str, Tensor]
-    before: DeviceEvent | None
-    start: DeviceEvent
+    hashed: tuple[bytes, bytes]  # the bytes of its plan and its masks
+    rows: ResultRows  # that sample
+    scored: Sequence[ScoredRows]  # that give prompt logprobs
+    copies: dict[str, Tensor]  # outputs on the host, by name, valid once `end` has come
+    before: DeviceEvent | None  # the end of the previous step; None: it tells nothing of idle time
+    start: DeviceEvent  # by `step_clock`
     end: DeviceEvent
     stage: "ReportStage"
 

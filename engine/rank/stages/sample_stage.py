@@ -23,18 +23,12 @@ LARGEST_SAMPLERS = SAMPLERS[1::2]  # which launch whatever the others do
 
 @dataclass(frozen=True)
 class StepTokens:
-    """What a step's rows sampled.
+    """What a step's rows sampled."""
 
-    chosen    int32 [>= R, 2]: token (0: not sampled) and flags (`kernels.choose`)
-    logprobs  int32 [n, 2 + 2 alternatives], of the rows that report them
-    accepted  int32 [>= sequences]: tokens accepted of each sequence, for rows of several
-    drafts    int32 [sequences, n], if the core needs them
-    """
-
-    chosen: Tensor
-    logprobs: Tensor | None = None
-    accepted: Tensor | None = None
-    drafts: Tensor | None = None
+    chosen: Tensor  # int32 [>= R, 2]: token (0: not sampled) and flags (`kernels.choose`)
+    logprobs: Tensor | None = None  # int32 [n, 2 + 2 alternatives], of the rows that report them
+    accepted: Tensor | None = None  # int32 [>= sequences]: tokens accepted of each sequence, for rows of several
+    drafts: Tensor | None = None  # int32 [sequences, n], if the core needs them
 
 
 def captured_sampler(rows: ResultRows) -> str | None:
