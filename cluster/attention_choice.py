@@ -1,14 +1,6 @@
-"""Chooses a group's attention backends by GPU, packages and settings.
+"""Chooses a group's attention backends by GPU, packages and settings, once for all its ranks.
 
-    GPU                      decode rows                                     prefill chunks
-    SM100 family (10.x)      trtllm_mha, FlashInfer usable, no drafts        the same, by itself; drafts or not
-    9.0 and 12.x             triton; trtllm_mha when asked for (xqa)         triton
-    8.x                      triton                                          triton
-    below 8.0                refused: its kernels compute in bf16            refused
-    none                     reference                                       reference
-
-The replica chooses once for all ranks of its group. ConfigError with the reason for an impossible
-setting.
+The table is in engine/README.md. ConfigError with the reason for an impossible setting.
 """
 
 from typing import NamedTuple

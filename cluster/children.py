@@ -1,8 +1,8 @@
 """A group's child processes: spawn, boot messages, kill, and the exit that caused the end.
 
-No preexec_fn, which would run Python in the fork of a multi-threaded process, and no new session:
-Ray's kill of a replica's process group must reach them. PR_SET_PDEATHSIG fires when the spawning
-*thread* ends.
+There is no preexec_fn, which would run Python in a threaded process's fork, and no new session, so
+that Ray's kill of a process group reaches them. PR_SET_PDEATHSIG fires when the spawning *thread*
+ends.
 """
 
 import contextlib

@@ -1,10 +1,7 @@
 """One engine group: shared memory, and processes from boot to end.
 
     Group.boot(config)   memory -> spawn the ranks and the core -> handshake -> ready; or an error, with nothing left over
-    group.front_socket   where an EngineClient attaches
-    group.close()        orderly; group.kill() at once. Neither leaves a process, descriptor or name in a file system
-
-Shared memory and torch.distributed's rendezvous are anonymous files that children inherit.
+    group.close()        orderly; group.kill() at once. Neither leaves a process, descriptor or name
 """
 
 import contextlib

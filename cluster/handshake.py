@@ -2,8 +2,7 @@
 
     Configure -> all    Loaded <- every rank    Allocate -> all    Ready <- every rank    RanksReady -> core    Ready <- core
 
-An end, error or unexpected message of a child ends the boot with its first cause: ConfigError with
-the child's sentence if it is for the user, else EngineDead.
+A child's failure ends the boot: ConfigError if it is for the user, else EngineDead.
 """
 
 import time

@@ -65,8 +65,8 @@ def stalls(statuses: Statuses, moment: Observation) -> list[float]:
     """Seconds for which each process (ranks, then the core) has owed a step.
 
     The core owes a commit once all ranks have finished a step, and a plan while requests wait
-    without one, counted from the last progress or the wait's begin. A rank owes every launched
-    step, unless the core owes a commit: it may be waiting for masks.
+    without one. A rank owes every launched step, unless the core owes a commit, since it may wait
+    for masks.
     """
     *ranks, core = statuses
     due = max(status.launched for status in statuses)

@@ -1,9 +1,5 @@
-"""vLLM's names for our metrics, for its dashboards, autoscalers and the Kubernetes inference
-gateway.
-
-They are derived from our samples at each scrape. Labels are vLLM's `model_name` and `engine`; our
-buckets contain all of vLLM's.
-"""
+"""vLLM's names for our metrics, derived from our samples at each scrape. Our buckets contain all of
+vLLM's."""
 
 from collections.abc import Iterable, Iterator
 

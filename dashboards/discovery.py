@@ -2,11 +2,10 @@
 
     replica --heartbeat(target, counts)--> ReplicaRegistry --targets()--> /targets   Prometheus http_sd
             `-deregister(cause, counts)->      `-collect()--------------> /metrics   groups up and down, restarts, retired counts
-                                           nodes -----------------------> /ray       http_sd of Ray's own exporters, one a node
+                                           nodes -----------------------> /ray       http_sd of Ray's own exporters
 
-A replica silent for UNLISTED_AFTER_S is no target; after VANISHED_AFTER_S its last counts are
-retired. A paused replica returns with its next heartbeat, and only new counts are added. Open
-requests of a lost replica count as ended `dead`, also if it was only paused.
+A paused replica returns with its next heartbeat, and only new counts are added. Open requests of a
+lost replica count as ended `dead`.
 """
 
 import json

@@ -1,11 +1,7 @@
 """Applies the engine's events to the table's metrics, and serves them on a port of their own.
 
-    event --> Exporter(event)        a few microseconds, on the front's loop: each row that has the event as its source moves
-    scrape --> collect --> refresh   gauges (ages, open requests, the core's figures) are read now
-                       `-> aliases   vLLM's names, off the same samples
-
-Ray's metrics rebuild histograms from bucket midpoints, lag, and keep dead workers' series, so they
-are not used.
+An event costs microseconds on the front's loop; gauges are read at each scrape. Ray's metrics are
+not used: they rebuild histograms from bucket midpoints, lag, and keep dead workers' series.
 """
 
 import logging

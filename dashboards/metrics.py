@@ -1,19 +1,16 @@
 """The table of metrics: name, help, source, labels, buckets, vLLM's name.
 
-    ENGINE             one target a replica: its exporter registers what stands here and nothing else
-    DISCOVERY_METRICS  one target a cluster: what the discovery endpoint knows, and a dead replica cannot say any more
-    RETIRED            of DISCOVERY_METRICS: each counter of ENGINE once more, summed over the replicas that are gone
-    DEPLOYMENT_TOTALS  of DISCOVERY_METRICS: the same, over the running ones, too
+    ENGINE             one target a replica
+    DISCOVERY_METRICS  one target a cluster
+    RETIRED            of DISCOVERY_METRICS: counters of ENGINE, summed over replicas that are gone
+    DEPLOYMENT_TOTALS  of DISCOVERY_METRICS: the same, with running replicas
 
-`TARGET_LABELS` come from service discovery. Buckets resolve 2 to 40 ms a token, and contain vLLM's
-bounds, so its dashboards' `le=` selectors match. Clock points are those of engine/events.py.
+Buckets resolve 2 to 40 ms a token, and contain vLLM's, so its dashboards' `le=` selectors match.
+`source`:
 
-`source` is one of two:
-
-    FirstToken.ttft_s   a field of an event (engine/events.py, dashboards/derived.py): a histogram observes it unless it is None, a
-    RequestStarted      counter grows by it, without a field by one. Labels are fields of the event.
-    load.running        read at each scrape: of the core's `load`, each of its `pools`, `draft_positions` and `draft_switches`, each
-                        of the group's `processes`, its `encoder`, the front's `gauges`, the exporter's `facts`
+    FirstToken.ttft_s   a field of an event: a histogram observes it unless it is None, a counter grows by it
+    RequestStarted      a counter grows by one. Labels are fields of the event
+    load.running        read at each scrape: of `load`, its lists, `processes`, `encoder`, `gauges` or `facts`
 """
 
 from typing import NamedTuple, get_args

@@ -1,8 +1,5 @@
 """The Serve application: `import_path: deploy.app:build`.
 
-    build(args)     settings -> capacity check -> Application       (a Ray task of the controller, or our launcher)
-    Quartet         one replica: checkpoint -> Group.boot -> front -> routes
-
 When its group ends, a replica sends every stream one error event, kills the children and exits:
 Serve replaces it faster than by a failing health check.
 """

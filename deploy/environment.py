@@ -1,7 +1,6 @@
 """Every environment variable that Quartet sets for Ray, with its reason, and those it reads.
 
-Ray reads them when its processes start, so set them before `import ray`. `prepare` does that for
-`quartet serve` and keeps the user's; `quartet env` prints them for `ray start`.
+Ray reads them when its processes start, so `prepare` sets them before `import ray`.
 """
 
 import os

@@ -2,10 +2,9 @@
 
     python3 haproxy_routing.py FILE     run by haproxy.sh before each start of HAProxy, with the standard library alone
 
-QUARTET_ROUTING has the `Routing` (deploy/routing.py) as JSON. With several replicas a conversation
-stays on its first one, chosen by fewest connections, by a stick table that a new HAProxy gets from
-the old one. Its key is the header `x-session-id`, else the body's `prompt_cache_key` or
-`metadata.user_id`, else Authorization with the user's first turn, within HAProxy's buffer.
+A conversation stays on its first replica by a stick table, which a new HAProxy gets from the old
+one. Its key is the header `x-session-id`, else the body's `prompt_cache_key` or `metadata.user_id`,
+else Authorization with the user's first turn. QUARTET_ROUTING has the `Routing` as JSON.
 """
 
 import json

@@ -1,8 +1,6 @@
 """Starts Ray and Serve on this machine, and ends them without leaving a process, port, socket or
 file.
 
-    private folder (Ray's session, HAProxy's files) -> environment -> ray.init -> capacity -> the YAML -> ready -> drain -> end
-
 Ray's processes become descendants (PR_SET_CHILD_SUBREAPER), so the end can find and kill them. ray
 is imported late, after its environment is set.
 """
@@ -211,7 +209,7 @@ class Launch:
         """Stop accepting and wait at most `bound_s` for open answers, which then end with an error
         event.
 
-        A signal to the whole process group also ends Ray's servers: then there is nothing to drain.
+        A signal to the process group also ends Ray's servers, so there is nothing to drain.
         """
         if self.drains:
             self._while_ray_lives(lambda: self._drain(bound_s), bound_s + _SHUT_S)
@@ -242,12 +240,8 @@ class Launch:
         sleep(_CUT_S)
 
     def end(self) -> bool:
-        """Take down Serve and Ray, kill the rest, remove the folder. Does not raise for what is
-        gone.
-
-        False if Ray ended out of order: leave by `os._exit`, as its exit hooks would wait for dead
-        servers.
-        """
+        """Take down Serve and Ray, kill the rest, remove the folder. False if Ray ended out of
+        order: leave by `os._exit`, as its exit hooks would wait."""
         orderly = not self._servers or self._while_ray_lives(_shut_ray, _SHUT_S)
         for pid in descendants():
             with contextlib.suppress(ProcessLookupError):

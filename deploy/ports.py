@@ -1,8 +1,8 @@
 """The ports of one launcher, kept from other launchers of this machine.
 
-HAProxy binds its ports seconds after they are chosen, so they are in a block of the launcher's own,
-with the replicas'. Serve's proxy uses SO_REUSEPORT: two on one port would answer for each other. So
-its ports are kept by bound sockets that do not listen, which admit only sharers.
+HAProxy binds its ports, a block of the launcher's own, seconds after they are chosen. Serve's proxy
+uses SO_REUSEPORT, by which two stacks on one port would answer for each other, so its ports are
+kept by bound sockets that do not listen.
 """
 
 import socket

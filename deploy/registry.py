@@ -1,8 +1,6 @@
-"""The Ray side of dashboards/discovery: one detached actor on the head node, and a replica's thread
-that calls it.
+"""The Ray side of dashboards/discovery: one detached actor, and a replica's thread that calls it.
 
-The actor outlives replicas, so the dead stay counted. After a restart, heartbeats register
-everybody within a second, and counters start at zero.
+The actor outlives replicas, so the dead stay counted. After a restart its counters start at zero.
 """
 
 import logging

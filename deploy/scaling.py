@@ -1,10 +1,8 @@
-"""Autoscaling: each replica reports its load, and a policy in Serve's controller adds it up.
+"""Autoscaling: each replica reports its load (Demand), and a policy in Serve's controller (Scaling)
+adds it up.
 
-    Demand    a sink of the replica's events; `figures` is what Serve collects of it every few seconds
-    Scaling   the policy: `policy_function: deploy.scaling:Scaling` in the YAML, its targets in `policy_kwargs`
-
-Serve averages over `look_back_period_s` and applies its bounds and delays. At zero replicas Serve
-itself starts one.
+Serve averages over `look_back_period_s`, applies its bounds and delays, and itself starts one from
+zero.
 """
 
 import logging
@@ -84,9 +82,9 @@ class Scaling:
     """Wants the fewest replicas that keep every figure within its target; ValueError for a bad
     target.
 
-    While first tokens are late and something waits, replicas are added in proportion, at most
-    doubled, and only after the last change took effect. Without figures nothing changes; a figure
-    that is not finite counts as missing. Ages use the monotonic clock.
+    While first tokens are late and something waits, replicas are added, at most doubled, once the
+    last change took effect. Missing or infinite figures change nothing. Ages use the monotonic
+    clock.
     """
 
     slots: float = 0.8  # running and waiting sequences, as a share of a replica's slots

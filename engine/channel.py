@@ -5,10 +5,8 @@
 
     record = size u32 | checksum u32 | step u64 | payload, padded to 8
 
-`written` and `read i` count bytes since creation, each with one writer, published after the bytes.
-No record straddles the end: a size of 0xFFFFFFFF continues at the start. Steps are contiguous;
-another step, or a checksum that stays wrong for a millisecond, raises ChannelBroken and ends the
-group. The memory is a memfd that children inherit, so a kill leaves no name.
+Counters are published after the bytes that they count. A size of 0xFFFFFFFF continues at the start.
+A step that is not the next, or a checksum that stays wrong for a millisecond, raises ChannelBroken.
 """
 
 import mmap
@@ -28,8 +26,8 @@ _SHORT, _LONG = 5_000, 50_000  # sleeps before they get longer
 
 
 def checksum(data: bytes | memoryview, start: int = 0) -> int:
-    """32 bits: the crc32 of the sum of all 4 KiB pages, in 64-bit words, and of the rest. A crc32
-    of everything takes ten times as long (0.7 ms for masks of 64 rows)."""
+    """32 bits: the crc32 of the sum of all 4 KiB pages, and of the rest; ten times faster than a
+    crc32 of everything."""
     whole = len(data) // _PAGE * _PAGE
     if whole <= _PAGE:
         return zlib.crc32(data, start)
@@ -65,11 +63,8 @@ def capacity_for(record: int) -> int:
 
 
 class Waiter:
-    """Waits for memory to change: `spin` polls (0 if processes outnumber cores), then sleeps.
-
-    Sleeps start at 50 us, reach `idle_s` after half a second of silence, and five times that after
-    ten more.
-    """
+    """Waits for memory to change: `spin` polls (0 if processes outnumber cores), then sleeps of 50
+    us, and up to `idle_s` and five times that in long silence."""
 
     def __init__(self, spin: int = 0, idle_s: float = 0.001) -> None:
         self._spin = spin

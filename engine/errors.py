@@ -1,17 +1,16 @@
-"""Every error that Quartet raises on purpose.
+"""Every error that Quartet raises on purpose. Only `deploy/edge/http_errors.py` decides status
+codes.
 
     QuartetError
-    |-- InvalidRequest      the client's fault: bad value, unknown parameter, prompt that cannot fit      -> HTTP 400
-    |   `-- ModelNotFound   a model name that this deployment does not serve                               -> HTTP 404
-    |-- Overloaded          refused before any work was done; try again later                              -> HTTP 429
-    |-- EngineDead          the group ended (a process died, hung or raised); a new one is on its way      -> HTTP 503
-    |-- SlowReader          the client took its answer too slowly, and too much of it was waiting          -> HTTP 408
-    |-- GenerationFailed    one request ended in error (NaN logits, an unreadable message)                 -> HTTP 500
-    |-- ConfigError         a setting, a YAML key or the node cannot be used as asked; names the key
-    |   `-- CheckpointError a checkpoint is absent, incomplete or mis-shaped; names the tensor or the file
-    `-- PageViolation       a page table or a plan is wrong (debug_pages); names slot, group and entry
-
-`deploy/edge/http_errors.py` alone decides status codes.
+    |-- InvalidRequest      400
+    |   `-- ModelNotFound   404
+    |-- Overloaded          429
+    |-- EngineDead          503
+    |-- SlowReader          408
+    |-- GenerationFailed    500
+    |-- ConfigError
+    |   `-- CheckpointError
+    `-- PageViolation
 """
 
 

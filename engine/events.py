@@ -1,15 +1,11 @@
 """Events that the front emits in plain numbers, for the exporter and tests.
 
-Clock points are seconds on the front's monotonic clock:
-
-    submit -- scheduled -- first ------ next ------ ... ------ last     submit: `generate` was called
+    submit -- scheduled -- first ------ next ------ ... ------ last     seconds on the front's monotonic clock
        |- queue_s -|         |            |- gap_s -|            |      scheduled: the core's first report that has it running
        |--- ttft_s ----------|                                   |      first, next, last: an Output with tokens reached the front
        |--- e2e_s -----------------------------------------------|
 
     tpot_s = (last - first) / (n - 1) over the n tokens received; None below two tokens
-
-`scheduled` is at most a message late. An abort ends the clock; later tokens are not counted.
 """
 
 from collections.abc import Callable

@@ -130,9 +130,8 @@ class Geometry:
 class KVGroup:
     """A part of the KV cache: layers of one kind, with one pool, page table and allocator.
 
-    `layers` own K and V, in the order of the pool's first axis. Pool of one layer and rank:
-    `[pages, 2, kv_heads, page, head_dim]`, K at [:, 0], V at [:, 1]. `window` None: full attention.
-    `bidirectional`: tokens of an image see each other.
+    Pool of one layer and rank: `[pages, 2, kv_heads, page, head_dim]`, K at [:, 0], V at [:, 1].
+    `layers` own K and V, in the order of the pool's first axis. `window` None: full attention.
     """
 
     index: int

@@ -1,9 +1,9 @@
-"""Publishes what the prefix cache holds over ZeroMQ, for routers that follow prefixes.
+"""Publishes what the prefix cache holds over ZeroMQ, in vLLM's messages
+(`vllm.distributed.kv_events`).
 
-A message is vLLM's (`vllm.distributed.kv_events`): topic, sequence number (8 bytes, big endian) and
-msgpack `[seconds, [event, ...], 0]`. After a gap in the numbers a router forgets this replica's
-pages. A page's hash is its cache key. The full group has every page of a prefix, the sliding group
-the windows before possible starts.
+A message is a topic, a sequence number (8 bytes, big endian) and msgpack `[seconds, [event, ...],
+0]`. After a gap in the numbers a router forgets this replica's pages. A page's hash is its cache
+key.
 """
 
 import time

@@ -3,8 +3,6 @@ file.
 
     replica -> child   Configure; Allocate, once every rank has loaded; RanksReady to the core, once every rank is ready
     child -> replica   Loaded (ranks), Ready; at any time Failed with the reason, and the child exits
-
-A thread watches for its end, and writes this process's heartbeat into the status block.
 """
 
 import contextlib

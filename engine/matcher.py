@@ -1,7 +1,7 @@
 """Allowed next tokens by a grammar: llguidance over a checkpoint's vocabulary, with bounded cost.
 
 A grammar is llguidance's dialect of Lark, control tokens by id (`<[52]>`). Compiling takes a
-millisecond, a mask tens of microseconds; running out of fuel ends only its own request.
+millisecond, a mask tens of microseconds.
 """
 
 import os

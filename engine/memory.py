@@ -109,11 +109,10 @@ def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int]) -> int:
 
 
 def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available: int) -> tuple[int, ...]:
-    """Pages of each group, null page included, for one rank.
+    """Pages of each group, null page included, for one rank. ConfigError with the numbers.
 
     A sliding group gets what all slots and plans in flight can hold, and a window for each cached
-    conversation; a full group the rest, at most `max_seqs` sequences of `max_len`. ConfigError with
-    the numbers.
+    conversation; a full group the rest, at most `max_seqs` sequences of `max_len`.
     """
     *sliding, full = groups
     spent = sum(_sliding_pages(group, config) * group.page_bytes for group in sliding)

@@ -1,27 +1,25 @@
 """StepPlan (core -> ranks) and StepResult (rank 0 -> core), and their bytes.
 
-Little-endian, sections 4-byte aligned; header and fixed-width sections are one run of int32 that a
-rank copies to its device.
+Little-endian; header and fixed-width sections are one run of int32 that a rank copies to its
+device.
 
     StepPlan    header [16] | rows [n,3] | chunks [n,6] | appends [n,4] | releases [n,4] | zeros [n,2] | spans [n,2] | encodes [n,4]
                 | admissions, msgpack
     StepResult  header | table [n,4 + W + D] | logprobs of tokens by row, and of prompts, msgpack
 
     plan header, int32: 0, flags, step (two words), rows of each section, bytes of admissions; drafts; 0 ...
-    drafts    to make for each sequence of the step that gets a token
-    rows      slot, width, flags       decode rows: the next token and width - 1 drafts; ROW_MASKED: its tokens are masked
+    rows      slot, width, flags       decode rows: the next token and width - 1 drafts
     chunks    slot, start, end, first_logit, first span, spans       positions [start, end) of a prompt, of which those from
               first_logit on want logits (none, if it is end); the last one's give the token at `end`
     appends   group, slot, entry, page          that entry of the slot's table row in the group becomes `page`
     releases  group, slot, first, count         entries [first, first + count) there become the null page
-    zeros     group, page                       a page with values that are not finite, to be zeroed before the step writes to it
-    spans     begin, end                        positions of a chunk that attend bidirectionally; a chunk names its own
+    zeros     group, page                       a page to be zeroed before the step writes to it
+    spans     begin, end                        positions of a chunk that attend bidirectionally
     encodes   slot, first position, rows, item  a media item to encode
-    table     slot, number & NUMBER_MASK, tokens given (0 to the row's width), flags, tokens, drafts; W: width of the widest row;
-              D: new drafts of each sequence, if the plan is masked: masks of the next step need them
+    table     slot, number & NUMBER_MASK, tokens given, flags, W tokens, D new drafts, if the plan is masked
 
-A plan is a diff: a decode row's position is its length on the device. The order is releases,
-admissions (which clear table rows), appends and zeros, then chunks and decode rows in one forward.
+A plan is a diff: releases, admissions (which clear table rows), appends and zeros, then one
+forward.
 """
 
 import struct
@@ -80,12 +78,10 @@ def in_result_order(chunks: Iterable[T], rows: Iterable[T]) -> list[T]:
 
 
 class Admission(NamedTuple):
-    """A sequence takes `slot`: all its tokens so far, generated ones too, and its sampling. After
-    `step_back` it takes its own slot again.
+    """A sequence takes `slot`: all its tokens so far, generated ones too, and its sampling.
 
-    `number` grows with every admission and identifies results. `prompt`: its prompt length, from
-    which `params.min_tokens` counts. `cached`: positions whose K and V are in its pages. `tokens`:
-    any integers, read as int32.
+    `number` grows with every admission. `params.min_tokens` counts from `prompt`. `cached`:
+    positions whose K and V are in its pages.
     """
 
     slot: int

@@ -1,9 +1,4 @@
-"""Messages between front and core, and the sampling parameters.
-
-`GenerateRequest`, `Abort`, `Control`, and media in pieces go front -> core; `TokenBatch` comes
-back, at most one a turn of the core's loop. They are length-prefixed msgpack over a unix socket
-pair.
-"""
+"""Messages between front and core, as length-prefixed msgpack, and the sampling parameters."""
 
 import enum
 import struct
@@ -53,8 +48,8 @@ class Grammar(FrozenStruct, omit_defaults=True):
 class ThoughtBudget(FrozenStruct):
     """The most tokens of all thoughts of a reply; after the last only `end` may come.
 
-    Counted after `begin` and `label` tokens, up to `end` or (with tools) `begin_call`.
-    `open_label`: label tokens still to come, if the prompt leaves a thought open.
+    Counted after `begin` and `label` tokens, up to `end` or `begin_call`. `open_label`: label
+    tokens to come, if the prompt leaves a thought open.
     """
 
     tokens: int
@@ -69,9 +64,8 @@ class SamplingParams(FrozenStruct, kw_only=True, omit_defaults=True):
     """How one request samples; validated at the edge, with the seed resolved.
 
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. `logprobs`: alternatives a token
-    (0: only the chosen one; None: none); `prompt_logprobs`: the same of the prompt from its second
-    token on. `stop_ids` end the request, and are masked until `min_tokens`; the edge adds the end
-    ids unless the client ignores them. `grammar`, `thought` and `drafts` stay in the core.
+    (0: only the chosen one; None: none). `stop_ids` are masked until `min_tokens`; the edge adds
+    the end ids unless the client ignores them.
     """
 
     max_tokens: int
@@ -93,9 +87,9 @@ class SamplingParams(FrozenStruct, kw_only=True, omit_defaults=True):
 class MediaItem(FrozenStruct):
     """A medium in a prompt, at tokens [first, first + length).
 
-    `digest`: sha256 of the encoder's input. `spans`: [begin, end) of bidirectional positions, a
-    video's frames each; none for a clip. `data` of `shape`: image uint8 [height, width, 3]; video
-    uint8 [frames, height, width, 3], sides multiples of 48; clip float32 [frames, features].
+    `spans`: [begin, end) of bidirectional positions, a video's frames each; none for a clip. `data`
+    of `shape`: image uint8 [height, width, 3]; video uint8 [frames, height, width, 3], sides
+    multiples of 48; clip float32 [frames, features].
     """
 
     first: int
@@ -123,11 +117,11 @@ class MediaItem(FrozenStruct):
 
 
 class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
-    """Front -> core. `prompt`: token ids, int32. `id` is the front's.
+    """Front -> core. `prompt`: token ids, int32. `id` is the front's. `clip`: max_tokens may be
+    lowered.
 
-    `clip`: max_tokens was a default, so it may be lowered. `salt`: only equal salts share cached
-    prefixes. `priority`: lower first. `adapter`: -1 for none. `media`: in order; their data came
-    before as `sent_media`, or (0) are included.
+    `salt`: only equal salts share cached prefixes. `media`: their data came before as `sent_media`,
+    or (0) are included.
     """
 
     id: int
@@ -185,8 +179,8 @@ class PromptLogprobs(FrozenStruct, array_like=True):
     """Logprobs of prompt tokens at positions first, first + 1, ...: natural log, fp32, of capped
     logits.
 
-    words: little-endian, 2 + 2 * `alternatives` of four bytes a token: logprob fp32; rank int32, 1
-    for the likeliest; the most likely ids int32, best first; their logprobs fp32.
+    words: little-endian, four bytes each, a token: logprob; rank, 1 for the likeliest; the most
+    likely ids, best first; their logprobs.
     """
 
     first: int
@@ -222,10 +216,9 @@ def token_bytes(alternatives: int) -> int:
 class Output(FrozenStruct, omit_defaults=True, gc=False):
     """What a step gave a request; with `finish` its last entry.
 
-    `cached`, with the first tokens: prompt tokens found in the prefix cache. `accepted`,
-    `rejected`: drafts that are, or are not, among the tokens. `prompt_logprobs` come before the
-    first tokens, in order. `error`: a sentence for the client; `invalid`: the request was at fault,
-    perhaps with OpenAI's short `code`.
+    `cached`, with the first tokens: prompt tokens found in the prefix cache. `prompt_logprobs` come
+    before the first tokens. `invalid`: the request was at fault, perhaps with OpenAI's short
+    `code`.
     """
 
     id: int
@@ -293,11 +286,7 @@ class Counters(msgspec.Struct):
 
 class Load(Counters, kw_only=True):
     """The core's figures, sent with outputs, admissions, and on request; `step` is the last with a
-    result.
-
-    `drafts`: of each sequence in the last step. `encoder_waiting`: sequences that waited for
-    encoders in the last plan.
-    """
+    result."""
 
     step: int
     waiting: int

@@ -29,8 +29,7 @@ class RankStatus(NamedTuple):
     """One process's record. Times are CLOCK_MONOTONIC nanoseconds, the same in every process of a
     node.
 
-    `busy_us`, `idle_us`: device time of the last step, and idle time before the last with decode
-    rows. `launched`, `finished`: steps, last moved at `progress_ns`. `hashes`: state hashes by step
+    `launched`, `finished`: steps, last moved at `progress_ns`. `hashes`: state hashes by step
     modulo 2^32. The lifeline thread writes `heartbeat_ns`, the main thread the rest.
     """
 
@@ -48,9 +47,8 @@ class RankStatus(NamedTuple):
 class StatusBlock:
     """The shared records: index 0..tp-1 the ranks, tp the core.
 
-    Fields are parts of 8-byte words, loaded and stored at once: struct works byte by byte, and
-    pack_into clears first, so readers would see halves. A hash shares a word with its step;
-    `finished` follows its hash.
+    Fields are parts of 8-byte words, loaded and stored at once: struct works byte by byte, so
+    readers would see halves. A hash shares a word with its step.
     """
 
     def __init__(self, buffer: memoryview) -> None:

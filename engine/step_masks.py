@@ -1,8 +1,7 @@
 """Masks of a step's masked rows: core -> ranks, in their own ring, a record for each `masked` plan.
 
-A record may come before its plan, or during the step's forward. A row of the plan that is missing
-in it is free. A slot has a mask for its next token, then one after each draft; with fewer than its
-row's width, the last is all zeros and the row ends there.
+A record may come before its plan, or during the step's forward. A missing row is free. A slot has a
+mask for its next token, then one after each draft; a last one of zeros ends the row.
 
     StepMasks   step u64, n u32, words u32 | slots int32 [n] | bits int32 [n, words]          little-endian
 """

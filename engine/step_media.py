@@ -2,8 +2,6 @@
 of `encodes`.
 
     message = msgpack of the items without their data, then records of up to RECORD_BYTES with the data of each in order
-
-A message may be longer than the ring: ranks read while the core writes.
 """
 
 from collections import deque

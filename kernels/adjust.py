@@ -5,13 +5,11 @@
     repetition    l_i <- l_i / r or, below 0, l_i r                     if i is in the prompt or was generated
     presence, frequency  l_i <- l_i - p [n_i > 0] - f n_i               n_i: how often i was generated
     allowed ids, mask    l_i <- -inf                                    where the bit of i is 0
-    bad words     l_i <- -inf                      where i would complete one whose other ids were generated just before
+    bad words     l_i <- -inf                      where i would complete one
 
-`kernels.sample` follows. A NaN stays and makes the row fail. A row's own input is counted first if
-its admission did not include it. Rows of draft tokens count all inputs before them as accepted;
-`count_accepted` stores the accepted ones.
-
-Sources: OpenAI's API reference; Keskar et al. 2019, arXiv:1909.05858 (repetition).
+A NaN stays and makes the row fail. Rows of draft tokens count all inputs before them as accepted;
+`count_accepted` stores the accepted ones. Sources: OpenAI's API reference; arXiv:1909.05858
+(repetition).
 """
 
 from dataclasses import replace
@@ -33,11 +31,8 @@ _LIMITED, _BAD_WORDS = constexpr(LIMITED), constexpr(BAD_WORDS)
 
 
 def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> SamplingBatch:
-    """Cap and adjust rows that need it, in place; returns the batch with `capped`. logits fp32 [R,
-    n] of ids first .. first + n - 1, before the soft cap.
-
-    The i-th row of a slot uses its i-th mask. `parts`: parallel parts of the slice on a GPU.
-    """
+    """Cap and adjust rows in place; returns the batch with `capped`. logits fp32 [R, n] of ids
+    first .. first + n - 1. The i-th row of a slot uses its i-th mask."""
     tables, plan, (rows, n) = batch.adjustments, batch.plan, logits.shape
     assert tables is not None, "nothing says how"
     assert plan is not None, "no step"

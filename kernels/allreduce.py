@@ -5,12 +5,9 @@
 
     mapped memory     flag 0 | flag 1 | ... (a 64-byte line each) | even: slot 0, slot 1, ... | odd: slot 0, slot 1, ...
 
-Rank i's round r:  write slot i of half r % 2;  flag i = r;  wait until every flag >= r;  read all slots of half r % 2.
-Two halves need one wait a round, since leaving a round needs the flags of all ranks:
-
-    rank i   ... read r-2 | write r-1, flag r-1, wait, read r-1 | write r (over r-2's half)
-                                          ^ every flag was >= r-1
-    rank j   ... read r-2, then flag r-1 -'                       so j has read round r-2 before i writes round r
+Rank i's round r: write slot i of half r % 2, set flag i = r, wait until every flag >= r, read all
+slots of that half. A rank writes round r over r - 2's half after every flag reached r - 1, so every
+rank has read round r - 2.
 """
 
 import os

@@ -1,11 +1,10 @@
 """The token of a row with a small top_k, perhaps with top_p and min_p, from a few ids of each rank.
 
-    s_i          cap(l_i) / temperature, as in `kernels.sample`; order: s descending, equal values by ascending id
-    candidates   the best SMALL_TOP_K ids of this rank's slice in that order. They contain all of its ids that top_k keeps
+    s_i          cap(l_i) / temperature; order: s descending, equal values by ascending id
+    candidates   the best SMALL_TOP_K ids of this rank's slice, which contain all that top_k keeps
     choose       of all ranks' candidates: the k best, of those what top_p and min_p keep, of those the argmax of s_i + g_i
 
-The k best ids are in the k blocks with the largest values, so one pass records the blocks' largest
-values and the next reads only the best blocks.
+The k best ids are in the k blocks with the largest values, so only these are read.
 """
 
 import torch

@@ -3,12 +3,11 @@ logits.
 
     local_best    for each row and part of this rank's slice the largest of
                       l_i                                if the row is greedy
-                      cap(l_i) / temperature + g_i       else: Gumbel noise g of (seed, position, id), as in `kernels.sample`
-                  over the ids that the row may give; equal values: the lowest id. Also whether a NaN was seen
-    choose_best   the best of the parts, then of all ranks over their inboxes; written where the next step reads its token
+                      cap(l_i) / temperature + g_i       else: Gumbel noise g of (seed, position, id)
+                  over the allowed ids; equal values: the lowest id. Also whether a NaN was seen
+    choose_best   the best of the parts, then of all ranks over their inboxes
 
-`kernels.candidates` and `kernels.filters` choose filtered rows' tokens afterwards. Rows with a
-small top_k are searched without noise, for a NaN and an allowed id.
+`kernels.candidates` and `kernels.filters` choose filtered rows' tokens afterwards.
 """
 
 from collections.abc import Sequence
@@ -87,10 +86,9 @@ def choose_best(
     best: Tensor, batch: SamplingBatch, results: Tensor, inbox: ArgmaxInbox | None, stages: tuple[bool, bool] = (True, True)
 ) -> None:
     """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags; token 0 with a NaN, or if
-    every id is forbidden.
+    every id is forbidden. Also writes the token after the row's input.
 
-    Also writes the token after the row's input. inbox None: `best` has all ranks' parts. stages:
-    send and receive, apart for the interpreter, which runs ranks in turn.
+    inbox None: `best` has all ranks' parts. stages: send and receive, apart for the interpreter.
     """
     if not enabled(best):
         assert inbox is None, "only kernels write into other ranks' memory"

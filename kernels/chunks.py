@@ -1,8 +1,5 @@
 """Lists a step's prefill chunks on the device from its plan, so that a graph can hold such steps.
 
-    chunk_inputs   rows of the chunks; the list of chunks; the rows that give results, those of chunks first
-    extend_tiles   the list, cut into tiles of queries of one sequence
-
 A list is int32 [n, 4]: slot, first row, first position, rows of each chunk, then one entry of
 padding rows at positions below 0, then entries without rows.
 """
@@ -79,8 +76,8 @@ def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
     int32 [m, 4].
 
     Longest tiles first, to fill the last wave, but before them every fourth, shortest first: CTAs
-    that read the same keys at once wait for the same L2 lines (H200, 8192 tokens, head dim 512:
-    1.88 ms a layer, 1.97 by length alone, 2.12 in order).
+    that read the same keys at once wait for the same L2 lines (H200: 1.88 ms a layer, 1.97 by
+    length alone).
     """
     tiles = chunks.new_empty((rows // tokens + len(chunks), 4), dtype=torch.int32)
     if enabled(chunks):

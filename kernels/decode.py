@@ -24,8 +24,8 @@ class DecodeTile:
     """How a launch is cut. A CTA takes every `splits`-th run of `keys` keys of a row's KV head, and
     d / `values` columns of V.
 
-    early: load the first run before q is normed, which pays for one or two runs pairs: where K is V
-    times a weight before rotation, only these pairs of K are read; 0: all of it
+    early: load the first run before q is normed. pairs: where K is V times a weight before
+    rotation, only these pairs of K are read; 0: all.
     """
 
     keys: int
@@ -64,11 +64,9 @@ def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: in
     """Splits along the keys for a bucket of `rows` rows of at most `pages` pages, fitted to an H200
     (tests/bench/attention.py).
 
-    At head dim 256 a multiprocessor holds three CTAs: fill all (at most 33 splits, one page each),
-    or two thirds where rows or heads are many. At 512 it holds one (1.5 turns a page, 9 to start
-    and end) or two (2 and 10), and each split that one CTA adds costs .65 of a turn; the splits are
-    taken that are never far from the fewest turns, for rows of full length and of a thousand
-    tokens.
+    At head dim 256 a multiprocessor holds three CTAs: fill all, or two thirds where rows or heads
+    are many. At 512 it holds one or two; the splits are taken that are never far from the fewest
+    turns.
     """
     most, heads = min(pages, 33), rows * kv_heads
     if head_dim <= 256:
@@ -92,9 +90,7 @@ def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int, shared:
     """The fastest measured cut for a head dim, page size, rows x KV heads x splits, and most pages
     of a split (tests/bench/attention.py).
 
-    With few CTAs latency counts: V's columns are shared out, though K is read from L2 more than
-    once. itemsize, shared: bytes of a number, and of a CTA's shared memory; one-byte pages take
-    twice the turns.
+    itemsize, shared: bytes of a number, and of a CTA's shared memory.
     """
     if itemsize == 4:
         return DecodeTile(16, 1, 4, 2, early=False, pairs=pairs)
@@ -140,13 +136,11 @@ def decode_attention(
               product, so K is V times k_norm where rope does not turn it, and may not be read there; 0: another layer's K and V
     pool      one layer's [pages, 2, kv_heads, page, d], K at [:, 0], V at [:, 1]
     page_ids  int32 [rows, width]: entry j is the page of positions (first + j) * page ..; first is 0, and with a window
-              max(0, position - window + 1) // page. Entries after the position's own page are never used
+              max(0, position - window + 1) // page
     positions int32 [rows]; -1: a padding row, whose output is zero and which appends nothing
     cos_sin   fp32 [rows, 2 * pairs], cos first: of pairs (i, i + d/2), i < pairs
-    q_norm    [d], k_norm [d] or, without projections, None; v is normed without weight
+    q_norm    [d], k_norm [d] or None; v is normed without weight
     out       [rows, heads * d] in qkv's dtype
-    splits    CTAs along the keys of a (row, KV head), constant for a bucket
-    tile      replaces `decode_tile`'s
     bucket    rows that the tile is for, if more than are launched
     """
     rows, d = qkv.shape[0], pool.shape[4]

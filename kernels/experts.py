@@ -2,17 +2,13 @@
 
     y_t = sum_k w_tk * down_e( gelu_tanh(g) * u ),   [g; u] = gate_up_e x_t,   e = e_tk      gate is the first half of gate_up
 
-Products are summed in fp32, gated activations rounded to x's dtype; the weighted sum is fp32 in the
-order of k, with one cast. y follows the dense branch's output, so that one fused norm takes both.
-
-An *assignment* is one of a token's top_k choices:
-
     `_count` (block of assignments)        how many of it chose each expert; where there are several blocks
     `_group` (expert, block)               sorts assignments by expert and cuts each expert's into row tiles
     `_grouped` (block of columns, tile)    the product of a row tile; gate and up first, then down
     `_combine` (token, block of n)         the weighted sum of a token's rows
 
-One token's assignments need no sorting: each is a tile.
+An *assignment* is one of a token's top_k choices. The weighted sum is fp32 in the order of k, with
+one cast. y follows the dense branch's output, so that one fused norm takes both.
 """
 
 import math

@@ -5,12 +5,8 @@
     token    argmax of n over kept
 
 Let c be the argmax of n over a set that contains kept, at first all ids. If c is kept, it is the
-token. If not, all of kept is above c, and the ids above c are the next set. Whether c is kept needs
-the number and mass of the ids above it; with top_k and top_p, the mass of the best k comes from a
-search over the bits of their lowest value. Usually the first or second c is the token.
-
-Only the best blocks of BLOCK_IDS ids are read, or all if a row needs more. A rank does row i *
-ranks + rank of the batch as its i-th. `kernels.candidates` handles rows with a small top_k.
+token. If not, the ids above c are the next set. Whether c is kept needs the number and mass of the
+ids above it. Usually the first or second c is the token, and only the best blocks are read.
 """
 
 from typing import NamedTuple

@@ -3,9 +3,8 @@
     int4    W[row, column] = (q - z) * s    q 0 to 15; s and z, 0 to 15, of a row's group of columns; z is 8 without zero points
 
 A run of 64 columns is eight int32 words. Word j has, for i = 0 .. 3, pair i (columns 16 i + 2 j and
-the next) in bits 4 i to 4 i + 3, and 16 above. One mask takes pair i out as two halves of a
-register, each with 0x4300 the bf16 number 128 + q, and a thread's words are neighbours in an MMA
-operand, so threads exchange nothing. Zero points are words of eight neighbouring rows.
+the next) in bits 4 i to 4 i + 3, and 16 above: one mask and 0x4300 make pair i two bf16 numbers 128
++ q in an MMA operand, without exchange. Zero points are words of eight neighbouring rows.
 """
 
 import torch

@@ -5,18 +5,15 @@
     h = s * scale                                           the first fused norm: an embedding has no residual and no norm
     x = rms_norm(h; next_norm)
 
-Casts are in the order of `kernels.norm`.
-
-**Over ranks** (`AllReduceInbox`): a rank writes its part into every peer's inbox, or its product
-has done so (`kernels.linear.linear_send`), then reads its own inbox. The data is its own flag: an
-empty inbox holds -0.0, a part's -0.0 is written as +0.0, and the reader puts -0.0 back. There is no
+**Over ranks** (`AllReduceInbox`): a rank writes its part into every peer's inbox, then reads its
+own. The data is its own flag: an empty inbox holds -0.0, which parts write as +0.0. There is no
 barrier:
 
     call k     write part k to the peers | wait for all parts k | read them, put -0.0 back | h, x
     call k+1   begins after k on every rank, so no rank writes k+1 before it has read all of k
 
-Alternate calls could share a buffer. An inbox has five, two for a forward's first two calls and
-three in turn for the rest, so that forwards of any number of calls never meet in one.
+An inbox has five buffers, two for a forward's first two calls and three in turn for the rest, so
+that forwards of any number of calls never meet in one.
 
 **Sharded**, for many rows on more than two ranks: rank i sums and norms rows r with r mod n = i,
 keeps their residual, and sends x to all ranks, or h without a next norm.
@@ -135,9 +132,8 @@ def fused_allreduce_norm(
     """part [T, n], or [T, 2 n] for two parts -> (h [T, n], x [T, n] or None), in part's dtype.
 
     With `peers`, part is this rank's, otherwise the whole sum, perhaps as [parts, T, n]
-    (`kernels.linear.linear_parts`) with the residual's dtype. residual [T, n]; None: the first
-    fused norm, h = s * scale. scalar [1]. If peers shard the rows, h has only this rank's, and the
-    next fused norm must get it unchanged; x is all of h without a next norm.
+    (`kernels.linear.linear_parts`). residual [T, n]; None: h = s * scale. scalar [1]. If peers
+    shard the rows, h has only this rank's, and the next fused norm must get it unchanged.
     """
     buffer, stages = 0, _ONE_SHOT
     if isinstance(part, InboxPart):

@@ -3,14 +3,12 @@
 Programmatic dependent launch (PDL, from sm_90): a kernel's CTAs may start while the previous kernel
 runs. Such a kernel declares `PDL: constexpr` and calls
 
-    wait(PDL)      blocks until all earlier kernels of the stream have ended and their writes are visible. A kernel reads whatever
-                   is not constant (activations, tables, lengths) after it. Every CTA calls it before its end, so completion is
-                   transitive. If the previous kernel triggers after its own wait, the next may read, before its wait, what was
-                   written before that kernel (`kernels.verify`)
+    wait(PDL)      blocks until all earlier kernels of the stream have ended and their writes are visible. Every CTA calls it before
+                   its end, so completion is transitive. If the previous kernel triggers after its own wait, the next may read,
+                   before its wait, what was written before that kernel (`kernels.verify`)
     trigger(PDL)   the next kernel may start once every CTA of this one has called it or ended
 
 A kernel without `PDL` is launched without the attribute, so it cannot end before its predecessors.
-Under TRITON_INTERPRET=1, and below sm_90, `PDL` is False.
 """
 
 import time

@@ -4,12 +4,10 @@
     linear(x; W, GEGLU)          = cast( gelu_tanh(x G^T) * x U^T )        W = [G; U]
     linear(x; W, gelu_times(u))  = cast( gelu_tanh(x W^T) * u )
 
-x [T, n], W [m, n], contiguous; W is plain, or packed (`kernels.packed`): fp8 products multiply the
-sum by the scales of both rows; four-bit weights become numbers in registers. A decode step is bound
-by reading weights, so kernels load them before they wait for earlier kernels (kernels.launch). One
-row or two: `_gemv`, lanes in fp32. Up to 64, more with few outputs: `_gemm`, `tl.dot` with padded
-rows. Otherwise, and for dtypes other than bf16: the library. Sums are fp32. A row's result depends
-only on that row, and on the kernel and tile that `kernels.tiles` names for the row count.
+x [T, n], W [m, n], contiguous; W is plain, or packed (`kernels.packed`). One row or two: `_gemv`.
+Up to 64, more with few outputs: `_gemm`. Otherwise, and for dtypes other than bf16: the library. A
+row's result depends only on that row, and on the kernel and tile that `kernels.tiles` names for the
+row count.
 """
 
 from typing import NamedTuple

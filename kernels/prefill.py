@@ -1,12 +1,9 @@
 """Paged attention of prefill chunks.
 
-    extend_attention    all chunks of a step, cut into tiles of queries (`kernels.chunks.extend_tiles`)
-    paged_prefill       one chunk
-
     o_i = sum_j softmax_j( q_i . k_j ) v_j     over the keys j that position i sees:  j <= i, and j > i - window if there is one
 
 In an image's span j <= last_seen_i, the position of its last token, in the same chunk. Scale 1.0,
-no cap; fp32. Query head h reads KV head h // (heads / kv_heads). Unseen pages may be NaN.
+no cap; fp32. Unseen pages may be NaN.
 """
 
 

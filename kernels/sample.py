@@ -4,14 +4,12 @@
     mask     l_i <- -inf                                         for forbidden ids
     scale    s = l / temperature
     top_k    keep the k largest s_i                              equal values: lower id first; 0: all
-    top_p    p = softmax over what is kept; in descending order (equal values: lower id first) keep the shortest
-             prefix whose mass is at least top_p, one token at least                            1: all
+    top_p    p = softmax over what is kept; keep the shortest prefix, in descending order, whose mass is at least top_p    1: all
     min_p    keep s_i >= max s + ln(min_p)                       that is p_i >= min_p max p;    0: all
-    choose   argmax over what is kept of s_i + g_i               g_i = -ln(-ln(1 - v)) is standard Gumbel noise, so the
-                                                                 choice follows softmax(s) over what is kept
+    choose   argmax over what is kept of s_i + g_i               g_i = -ln(-ln(1 - v)) is standard Gumbel noise
 
 v = (h + 1/2) / 2^32 with h a hash of (seed, position, token id) in int64 without overflow, so every
-device computes the same bits and no order of rows matters. This is torch, and shared kernel parts.
+device computes the same bits and no order of rows matters.
 """
 
 import torch

@@ -1,20 +1,15 @@
 """Reduce-scatter, norms of own rows and all-gather of a step with many prompt tokens, by copy
 engines during products.
 
-    row-parallel product      part [T, n] of every rank      each rank's share of the rows is copied to that rank
-    norm of own rows          sum, norm, residual, next norm                                      x is copied to all other ranks
-    column-parallel product   x [T, n]
-
 Each piece of rows goes through all products up to the next sum before the next piece starts:
 
     products  | 0    | 1    | norm 0 | 2    | norm 1 | next 0 | norm 2 | next 1 | ...
     copies           | part 0 | part 1 | x 0 | part 2 | x 1    | x 2    | part 0 ...
 
 After each copy a number is written to a flag at the receiver, where a kernel waits for it. One
-buffer for parts and one for x are enough: a rank sends the next part of a piece after all x of the
-piece, whose senders have read its parts, and the next x after the next parts. Numbers count a
-forward's sums, so a CUDA graph can hold them; a forward needs two sums, so that successive numbers
-differ. Copies have their own streams, so none queues after a kernel that waits.
+buffer each is enough: a rank sends the next part of a piece after all x of the piece, and the next
+x after the next parts. Numbers count a forward's sums, so a CUDA graph can hold them; a forward
+needs two. Copies have their own streams, so none queues after a kernel that waits.
 """
 
 from collections.abc import Callable, Iterator, Sequence

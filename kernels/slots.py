@@ -1,10 +1,5 @@
 """Applies a plan to device tables, and makes a step's inputs from them at fixed addresses.
 
-    apply_plan      releases, then appends, to the page tables; lengths of chunked slots
-    decode_inputs   slot, position and token of each decode row; lengths advance
-    gather_pages    the page ids that each sequence reads, in one row of their own; also for other libraries' kernels
-    rotary_table    cos and sin of each row's position
-
 A plan is int32, laid out by `PlanLayout`. Rows beyond its decode rows are padding: slot `padding`,
 position -1, token 0.
 """
@@ -93,12 +88,11 @@ def gather_pages(
 
     slots and positions int32 [sequences * rows]: a sequence's rows are consecutive, at rising
     positions, then padding (-1). first is 0, or the page of the oldest key in the first row's
-    window. Entries after the last row's page are left.
+    window.
 
     lengths int32 [sequences], for other libraries' kernels, which may touch any entry: then entries
     after the last row's page are 0, and lengths count keys up to that row's own from the first page
-    on; of a padding sequence 1. Keys carry their rotation, so a window by distance does not care
-    where counting begins.
+    on; of a padding sequence 1.
     """
     check_contiguous(out)
     (sequences, width), q_len = out.shape, max(1, len(slots) // max(1, len(out)))

@@ -4,12 +4,11 @@ append.
     grid   (rows, KV heads x parts of V's columns, splits)          a CTA's keys: runs split, split + splits, ... of `KEYS` keys
     CTA    q normed and roped -> online softmax over its runs -> its part and log-sum-exp to scratch -> a ticket
     last   the CTA that draws the last ticket of a (row, KV head, columns) adds the parts and resets the ticket
-    owner  the CTA whose runs end with the row's own position begins with the new key and value, from registers, and appends them
+    owner  the CTA whose runs end with the row's own position appends the new key and value, from registers
 
 With V_AS_K, K is V times its norm's weight in the dims that rope does not turn: q has the weight
-and is multiplied with V's rows, loaded once for both products; only K's turned dims are read. The
-owner then appends first. e4m3 pages round K and V separately, so K is read whole there; V is read
-two columns at a time as int16, since shared memory transposes operands only in 16 bits.
+and is multiplied with V's rows; only K's turned dims are read, after the owner's append. e4m3 pages
+round K and V separately, so K is read whole there.
 """
 
 import triton
@@ -209,9 +208,8 @@ def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, a
     """One turn of the online softmax, as `softmax_step`, with a sum of weights for each column of
     the keys.
 
-    Two independent products of half the head dim; a GPU's take 16 dims at least. `q_other` is
-    multiplied with V in place of K's other dims, or None. v of int16 is two e4m3 columns, acc the
-    sums of even and odd ones.
+    `q_other` is multiplied with V in place of K's other dims, or None. v of int16 is two e4m3
+    columns, acc the sums of even and odd ones.
     """
     k_low, k_high = operand(k_low), operand(k_high)
     scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E

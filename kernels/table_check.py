@@ -2,11 +2,9 @@
 
     TABLE_ENTRY    a slot's row of the page table: the whole row
     ROW_ENTRY      a decode row's gathered page ids, up to its position, none null
-    COPIED_ENTRY   a row copied for another library's kernel (`kernels.slots.gather_pages`): the slot's pages up to its position,
-                   and the null page after it and in a padding row
+    COPIED_ENTRY   a row copied for another library's kernel: the slot's pages up to its position, then the null page
 
-Up to RECORDS differences are recorded, all are counted. An id outside the pool is replaced by the
-expected one, so that later kernels do not fault.
+An id outside the pool is replaced by the expected one, so that later kernels do not fault.
 
     violations int32 [RECORD * (RECORDS + 1)]    [0] their number; record r from RECORD * (r + 1):
                                                  kind, group, slot, entry, actual, expected, row, position

@@ -30,9 +30,9 @@ class Tile:
     """One variant of a kernel. `rows` of x a CTA takes (gemv: exactly), `bn` of its outputs, `bk`
     of the inner dimension a turn.
 
-    `early`: weight tiles prefetched before the wait: a gemv's into registers, a gemm's one into L2.
-    `swap`: the weight is the MMA's left operand, whose 64 rows it fills. `stages`: of gemm's
-    pipeline. `splits`: CTAs that share the inner dimension of the same outputs.
+    `early`: weight tiles prefetched before the wait. `swap`: the weight is the MMA's left operand,
+    whose 64 rows it fills. `stages`: of gemm's pipeline. `splits`: CTAs that share the inner
+    dimension of the same outputs.
     """
 
     kind: Kind
@@ -117,11 +117,9 @@ def choose(
     """The tile for `rows` rows of x and `shared` bytes of a block's shared memory; None: use the
     library.
 
-    Up to `_GEMV_ROWS` rows, more with few outputs, take one row's tile, a CTA each; of many rows 16
-    a CTA where no processor has more than one. If a second wave would leave half of the processors
-    idle, two CTAs share one. If outputs leave many idle, the inner dimension is split if `parts`
-    allows; else a tile of another shape takes fewer outputs, unless they are the MMA's rows
-    (`swap`).
+    If a second wave of CTAs would leave half of the processors idle, two share one. If outputs
+    leave many idle, the inner dimension is split if `parts` allows; else a tile takes fewer outputs
+    (not with `swap`).
     """
     table = TABLES[load]
     tiles = table[_nearest(shape, load)]

@@ -3,15 +3,9 @@
     o_i = sum_j softmax_j( q_i . k_j ) v_j     over the keys j that query i sees:  j <= p_i, and j > p_i - window if there is one
 
 A row is one sequence, whose queries share gathered pages and a CTA's products, with a mask each. K
-and V are in the pages already (`kernels.qkv.qkv_post`).
-
-    grid   (rows, KV heads x parts of V's columns, splits)          a CTA's keys: runs split, split + splits, ... of `KEYS` keys
-    CTA    q [queries x heads of the KV head, d] -> online softmax over its runs -> its part and log-sum-exp to scratch
-    last   of a few splits of few rows the CTA that ends last adds the parts, as in `kernels.splitkv`
-
-More parts are added by a second launch, a CTA a query and head. `PAIRS` as in `kernels.splitkv`.
-Positions and page ids are read, and the first run prefetched, before the wait for `qkv_post`, which
-triggers after its own.
+and V are in the pages already (`kernels.qkv.qkv_post`). Grid, scratch and `PAIRS` are those of
+`kernels.splitkv`; many parts are added by a second launch. Positions and page ids are read, and the
+first run prefetched, before the wait for `qkv_post`, which triggers after its own.
 """
 
 from dataclasses import dataclass, replace
@@ -69,9 +63,7 @@ def verify_cut(
     heads of a KV head.
 
     Fitted to an H200 (tests/bench/verify_cuts.py): at most 64 sums a thread; V's columns are shared
-    out where eight splits remain; one CTA a processor, or two of 16 rows with `pairs`. The largest
-    tiles have no `pairs`, nor 64-row ones with few CTAs or little `shared` memory. itemsize: bytes
-    of a number.
+    out where eight splits remain; one CTA a processor, or two of 16 rows with `pairs`.
     """
     lanes = max(16, next_power_of_2(queries))
     assert lanes <= _MOST_ROWS, queries

@@ -1,8 +1,4 @@
-"""`quartet check-config`: reads a Serve config as Serve and the builder will, and starts nothing.
-
-YAML -> our typed `args` -> Serve's own schema -> the deployments' names and GPUs -> the model's
-shape, where it is known here
-"""
+"""`quartet check-config`: reads a Serve config as Serve and the builder will, and starts nothing."""
 
 import argparse
 import os

@@ -1,7 +1,5 @@
 """What a rank holds, by building model and caches on torch's meta device with the engine's code.
 
-    config.json -> engine_config -> load_rank (meta): weights -> what is left -> pages_of -> kv_cache (meta): pools and page tables
-
 RESERVE, for CUDA, NCCL and the allocator, was measured on an H200 at TP=4.
 """
 

@@ -1,10 +1,4 @@
-"""Writes one access line and one trace for each request, at its end.
-
-    access log -> limits -> FastAPI -> route -> CompletionResponse     the RequestRecord is in the scope
-       `- at the end: access line, spans
-
-Chunks of a stream bypass this middleware, so a token costs nothing here.
-"""
+"""Writes one access line and one trace for each request, at its end. Chunks of a stream bypass it."""
 
 import asyncio
 import json

@@ -1,15 +1,11 @@
 """Admission: each request holds a ticket until its last byte, and capacity is never oversubscribed.
 
     enter() -------- settle(choices, tokens) -------- submitted() ------------------ leave()
-      |-- one answer ---|-- its choices and tokens -----|-- the engine counts them ----|     leave() at any point gives all back
+      |-- one answer ---|-- its choices and tokens -----|-- the engine counts them ----|
 
-The cost is taken all or nothing, since requests that each held a part would block each other. A
-choice counts here until the engine has it, and in the engine until its last token, so a slow reader
-holds none. Waiting prompts are bounded in tokens, but one long prompt may always wait alone.
-
-Clients take turns: a client's next choice queues after its own and level with the first choice of
-the others. When all choices are taken, the client with most waiting choices loses its last one to a
-client with fewer.
+The cost is taken all or nothing, since requests that each held a part would block each other. One
+long prompt may always wait alone. Clients take turns: a client's next choice queues after its own,
+and the client with most waiting choices loses its last one to a client with fewer.
 """
 
 import asyncio

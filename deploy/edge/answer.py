@@ -2,12 +2,10 @@
 
     submit -> first delta -> headers + first chunk -> all that has accumulated, one chunk at a time -> finish, usage, [DONE]
 
-Headers wait for the engine's first output, so a refusal is a plain 4xx; with `limits.comment_s` a
-silent stream sends headers and comment lines earlier, and a later refusal is an error event. A
-stream ends with finish chunks and `[DONE]`, with one error event, or with nothing once the client
-is gone. While a write waits for the client, tokens accumulate and leave as one chunk; no timer
-holds a token back. All streams' events of a step are made before the first is written
-(DeltaReader), so the ingress wakes up once a step.
+Headers wait for the engine's first output, so a refusal is a plain 4xx (with `limits.comment_s`,
+perhaps an error event). A stream ends with `[DONE]`, an error event, or nothing if the client left.
+Tokens accumulate only while a write waits. All streams' events of a step are made before the first
+is written (DeltaReader), so the ingress wakes up once a step.
 """
 
 import asyncio

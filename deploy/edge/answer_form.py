@@ -1,11 +1,7 @@
 """The form that a request demands of its answer, as rules of engine.front.grammar.
 
-    response_format                                 {"type": "json_object" | "json_schema" | "structural_tag" | "text"}
-    structured_outputs                              {"json" | "json_object" | "regex" | "choice" | "grammar" | ...: ...}
-    guided_json  guided_regex  guided_choice  guided_grammar
-    json_schema  regex  ebnf  structural_tag        SGLang's: a schema or tag may be JSON in a string
-
-Only one may be given. A form that cannot be enforced is refused.
+Only one of these keys may be given, and a form that cannot be enforced is refused: response_format,
+structured_outputs, guided_*, and SGLang's json_schema, regex, ebnf, structural_tag.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""What is known of a path before its request is read, and the description of an API.
-
-Every API converts its request to an Ask, so all are validated, admitted and submitted alike.
-"""
+"""What is known of a path before its request is read. Every API converts its request to an Ask."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal

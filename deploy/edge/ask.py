@@ -75,10 +75,8 @@ class ChatMessage:
 class ChatPrompt(FrozenStruct):
     """A conversation. InvalidRequest if a tool result has no earlier call.
 
-    `tools` are declared as chat templates take them. `thinks` None: the server's default.
-    `thought_tokens`: most tokens of thoughts. `switches`: the template's own. `max_soft_tokens`
-    overrides the budget of each image. `tool_paths`: the client's path of each tool and its schema,
-    where they differ from a chat's.
+    `tools`, `switches`: for chat templates. `max_soft_tokens` overrides the budget of each image.
+    `tool_paths`: the client's path of each tool and its schema, where they differ from a chat's.
     """
 
     messages: Sequence[ChatMessage]
@@ -172,12 +170,8 @@ LazyForm = Callable[[], AnswerForm | None]  # takes a while; InvalidRequest name
 
 
 class Ask(FrozenStruct, kw_only=True):
-    """One request. `model` None: the served one. `logprobs` and `prompt_logprobs`: alternatives a
-    token; None: no logprobs.
-
-    Only asks with equal `salt` share cached prefixes. `prompt_key`: the client's key to name in
-    later errors.
-    """
+    """One request. `logprobs`, `prompt_logprobs`: alternatives a token, or None. `prompt_key`:
+    named in later errors."""
 
     prompt: ChatPrompt | RawPrompts
     model: str | None = None

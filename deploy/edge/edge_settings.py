@@ -126,8 +126,8 @@ def guard_limits(limits: LimitSettings, host: str, *, keys: bool = False) -> str
     """An application's limits as JSON for the guard around Serve, at a server that listens on
     `host`.
 
-    Without `hosts` it answers to `host` and the names of loopback. At a wildcard address, and where
-    requests need `keys`, which no page of another site has, it answers to any name.
+    Without `hosts` it answers to `host` and loopback; at a wildcard address, or with `keys`, which
+    no page of another site has, to any name.
     """
     if limits.hosts is None and not keys and host not in WILDCARDS:
         limits = msgspec.structs.replace(limits, hosts=(*LOOPBACK_NAMES, url_host(host)))

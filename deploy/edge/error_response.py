@@ -1,8 +1,4 @@
-"""An error as a reply, in the shape of its API, at most 2 kB.
-
-A refusal before Ray Serve has no access log around it, so it brings its own request id and log
-line.
-"""
+"""An error as a reply, in the shape of its API, at most 2 kB."""
 
 import logging
 from collections.abc import Callable, Mapping

@@ -1,8 +1,7 @@
 """Returns memory to the kernel after a burst of large bodies.
 
-glibc maps large blocks apart from the heap, but raises the threshold up to 32 MiB when one is
-freed. Later bodies then stay on the heap, where one small block above keeps all of it. A fixed
-threshold keeps bodies and their pieces apart.
+glibc raises its threshold for mapped blocks to 32 MiB when one is freed. Later bodies then stay on
+the heap, where one small block above keeps all of it, unless the threshold is fixed.
 """
 
 import ctypes

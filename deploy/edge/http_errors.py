@@ -1,18 +1,5 @@
 """The edge's errors, and the HTTP status, type and code of every error class.
 
-    InvalidRequest (engine/errors.py)
-    |-- TooLarge            the body exceeds the limit                                          -> 413
-    |-- HeadersTooLarge     the headers exceed the limit                                        -> 431
-    |-- TooSlow             the body did not arrive in time                                     -> 408
-    |-- Unauthenticated     no API key, more than one, or an invalid one                        -> 401
-    |-- Forbidden           the API key lacks the right                                         -> 403
-    |-- WrongMediaType      a POST body that is not declared as JSON, or is compressed          -> 415
-    `-- ForeignHost         an unknown Host                                                     -> 403
-    Overloaded
-    `-- QuotaExceeded       the API key's holder has used up a limit                            -> 429
-    GenerationFailed
-    `-- DeadlineExceeded    the request took longer than this server allows                     -> 504
-
 OpenAI's clients retry 408, 409, 429 and 5xx unless `x-should-retry: false`. Errors that would
 repeat say so; overload and a group being rebuilt name a time to retry.
 """

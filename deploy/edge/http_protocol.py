@@ -1,5 +1,4 @@
-"""Changes uvicorn in Serve's processes: requests for another protocol are served or refused as
-HTTP.
+"""Changes uvicorn in Serve's processes for requests that ask for another protocol.
 
 `Upgrade: h2c`, which Java's client sends first, is ignored (RFC 9110); uvicorn over httptools would
 lose the body. A WebSocket gets 426, after which Codex continues over HTTP.

@@ -1,14 +1,9 @@
 """ASGI middleware that refuses requests before they are read: around our app and, by `outermost`,
 around Serve.
 
-    headers too large            431        no Host, an odd one, or two       400        a Host that is not ours     403
-    body too large               413, by Content-Length, or when the bytes exceed it     a compressed body           415
-    body that does not come      408        too many requests, or bodies, at once       429
-    no valid API key             401        a key without the right           403        a holder's quota            429
-
 A body is read here as a whole (uploads.py), so a slow sender holds nothing else. Headers that would
-steer Serve's deadlines and routing are removed; Serve reads them before it calls an app, so this
-also runs around Serve. That guard reads no body of a request that key checks will refuse.
+steer Serve's deadlines and routing are removed, also before Serve. The guard around Serve reads no
+body of a request that key checks will refuse.
 """
 
 import asyncio
@@ -49,12 +44,8 @@ _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 
 @dataclass
 class UnreadBody:
-    """The answer to a request whose body is not read. It is sent at once, but ends only with the
-    body.
-
-    A client that reads the answer after sending everything would lose it if the connection closed
-    earlier.
-    """
+    """The answer to a request whose body is not read. It ends only with the body: a client that
+    reads it after sending would lose it if the connection closed earlier."""
 
     send: Send
     is_held: bool = False

@@ -104,9 +104,8 @@ def check_large(body: bytes) -> None:
 class ListReader:
     """Reads arrays of at most `most` elements; absent or null is empty.
 
-    Decoding stops at the first element too many, because msgspec checks a list's bound only once it
-    is in memory. Lists within elements need no bound where each element has a string
-    (`check_strings`).
+    Decoding stops at the first element too many, whereas msgspec checks a bound only once the list
+    is in memory. Inner lists are bounded by `check_strings`.
     """
 
     def __init__(self, element: Any, most: int) -> None:

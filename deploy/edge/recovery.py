@@ -1,7 +1,7 @@
 """Around Serve's proxy: a request gets 503 with Retry-After while a lost replica is replaced.
 
-Serve would let it wait. That is right only where a replica starts on purpose, after a new setting
-or from none; deploy/serve_guard.py tells the difference.
+Serve would let it wait, which is right only where a replica starts on purpose
+(deploy/serve_guard.py).
 """
 
 import asyncio

@@ -71,11 +71,8 @@ def client_address(scope: Scope, proxies: Sequence[str] = ()) -> str:
 
 
 def _client_host(scope: Scope, proxies: Sequence[str]) -> str:
-    """The peer or, if that is a proxy, the last name in its X-Forwarded-For.
-
-    Proxies are this machine's and those of `proxies`. uvicorn replaces a loopback peer by the name
-    from the header, with port 0.
-    """
+    """The peer or, if that is a proxy, the last name in its X-Forwarded-For. uvicorn replaces a
+    loopback peer by that name, with port 0."""
     host, port = scope.get("client") or ("", None)
     if port != 0 and not _is_loopback(host) and not _is_of(host, proxies):
         return host

@@ -36,11 +36,8 @@ HOMES: dict[bytes | None, ConversationHome] = {home.encode(): home for home in g
 
 @dataclass
 class Service:
-    """One served model. Without `keys` no request needs one; `sink` gets their events.
-
-    `metrics`: content type and maker of their page, or None. `open`: choices from submission to the
-    last byte. `about`: details for requests from this machine.
-    """
+    """One served model. Without `keys` no request needs one. `open`: choices from submission to the
+    last byte."""
 
     settings: ServiceSettings
     text: TextProcessor

@@ -3,9 +3,8 @@ data.
 
     edge --a socket for each task--> side process --fork--> a process: reads its task, answers, and is gone
 
-What all tasks need is loaded before the fork. A process has one task, a limit of CPU time and
-memory, and no way to gain rights. The first byte on a task's socket brings its pidfd, so that the
-edge can kill it. The side process ends when the edge closes its end.
+What all tasks need is loaded before the fork. The first byte on a task's socket brings its pidfd,
+so that the edge can kill it. The side process ends when the edge closes its end.
 """
 
 import contextlib

@@ -1,9 +1,5 @@
 """Request bodies and their memory: an upload is admitted before it is sent, and never ends another.
 
-    head --claim--> [ body comes ] --parsed--> [ its media wait for decoders ] --decoded--> nothing
-    text            `texts`                    (nothing)
-    mostly media    `media`                    `media`
-
 A body above TEXT_BYTES can only be media, so waiting media never make text be refused.
 """
 
@@ -101,11 +97,8 @@ class Upload:
     body: bytearray = field(default_factory=bytearray)
 
     def replayed(self, receive: Receive) -> Receive:
-        """A `receive` that gives the body, then the disconnect; an unwanted rest is discarded.
-
-        A second call means that the body was read, and ends its claim unless this process's
-        application does.
-        """
+        """A `receive` that gives the body, then the disconnect. A second call ends the claim unless
+        this process's application does."""
         is_read = False
 
         async def again() -> Message:

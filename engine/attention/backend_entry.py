@@ -10,8 +10,8 @@ ROW_KINDS: tuple[RowKind, ...] = ("decode", "extend")
 
 
 class Platform(NamedTuple):
-    """A node and the settings, as far as backends depend on them. architecture: its GPUs' compute capability, None: the CPU;
-    download: FlashInfer may fetch kernels that it lacks; drafts: decode rows may have several tokens; kv_dtype: as the setting."""
+    """What backends depend on. architecture: the GPUs' compute capability, None on the CPU;
+    download: FlashInfer may fetch kernels; drafts: decode rows may have several tokens."""
 
     architecture: tuple[int, int] | None
     flashinfer: FlashInferFiles

@@ -1,7 +1,5 @@
-"""What of FlashInfer lies on this node: its version, the kernels' binaries, and how their launchers come about.
-
-Nothing is imported: that would import torch, and take seconds. Where FlashInfer looks is read from its own files and variables.
-"""
+"""FlashInfer's version, kernel binaries and launchers on this node. Importing it would import torch
+and take seconds."""
 
 import importlib.metadata
 import importlib.util
@@ -15,8 +13,8 @@ Launcher = Literal["prebuilt", "nvcc"]
 
 
 class FlashInferFiles(NamedTuple):
-    """version: installed, None: none. cubins: where all of trtllm-gen's kernels lie, None: some are missing. launcher: how compiled
-    parts come about: from the package flashinfer-jit-cache, by nvcc at the first call, None: not at all."""
+    """cubins: folder of all trtllm-gen kernels, or None. launcher: compiled parts from
+    flashinfer-jit-cache, by nvcc at the first call, or None."""
 
     version: str | None = None
     cubins: str | None = None

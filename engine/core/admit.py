@@ -1,8 +1,8 @@
 """Admission: which waiting requests get a slot. Requests that cannot start are overtaken, but only
 so often.
 
-A request overtaken too often blocks all later ones. That ends at the latest when the running
-requests reach their limits, because a request can always start when none runs.
+A request overtaken too often blocks later ones, at most until the running requests reach their
+limits.
 """
 
 from array import array
@@ -35,10 +35,7 @@ class AdmissionBudget:
 
     def fits(self, sequence: Sequence, hit: Hit) -> bool:
         """Whether all known tokens fit, with one page left for each running sequence; always if
-        none runs.
-
-        The hit's idle pages need not be allocated, but they are no longer available to others.
-        """
+        none runs. The hit's idle pages are no longer available to others."""
         if not self._running:
             return True
         for pool, promised in self._promised.items():

@@ -1,7 +1,7 @@
 """Pages of sequences: allocation, prefix hits, and what plans report of them.
 
-There is one pool per KV group. Pages freed during step n are reused in a later plan at the
-earliest. Ranks run plans in order on one stream, so late writes of step n precede the new owner's.
+Pages freed during step n are reused in a later plan. Ranks run plans in order on one stream, so
+late writes of step n precede the new owner's.
 """
 
 import bisect
@@ -103,9 +103,8 @@ class Allocator:
         """The cached prefix for a waiting sequence, looked up again when the cache may have
         changed.
 
-        The first call hashes the prompt. It comes when the sequence is queued, because at admission
-        several long prompts would delay a step. A hit ends inside no span, since equal keys mean
-        equal spans.
+        The first call hashes the prompt when it is queued: at admission several would delay a step.
+        A hit ends inside no span, since equal keys mean equal spans.
         """
         if not self._caches:
             return self.cache.find([])
@@ -143,8 +142,8 @@ class Allocator:
         """Whether a running prefill will compute at least `gain` more tokens of this prompt than
         the hit has.
 
-        That prefill leaves a tail where the prompts part, so a request's choices, or a burst of
-        requests with one system prompt, cost one prefill.
+        It leaves a tail where the prompts part, so a burst with one system prompt costs one
+        prefill.
         """
         for other in prefills:
             equal = equal_keys(sequence.pages.keys, other.pages.keys)
@@ -189,19 +188,15 @@ class Allocator:
 def first_page(group: KVGroup, committed: int) -> int:
     """The first table index that a sequence with `committed` computed positions holds.
 
-    The window counts from the start of `committed`'s page, so whole pages can be shared with the
-    window before them. The worst case is the same, because that page is held anyway.
+    The window counts from the start of `committed`'s page, so whole pages can be shared. That page
+    is held anyway.
     """
     return group.pages_for(committed - committed % group.page, committed + 1).start
 
 
 def turn_ends(sequence: Sequence, page: int) -> set[int]:
-    """Page counts up to which others may share the prompt: the ends of its first and last-but-one
-    turn.
-
-    A turn ends at a stop id. The first is the system prompt with its tools; all before the last
-    turn is often sent again. A prompt of one turn, or without stop ids, has none.
-    """
+    """Page counts up to which others may share the prompt: the ends of its first turn (the system
+    prompt) and of its last-but-one, by stop ids."""
     tokens = np.frombuffer(sequence.tokens, np.int32, sequence.prompt)
     ends = np.flatnonzero(np.isin(tokens, tuple(sequence.params.stop_ids))) + 1
     return {int(ends[0]) // page, int(ends[-2]) // page} if len(ends) > 1 else set()

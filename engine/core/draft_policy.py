@@ -1,13 +1,7 @@
-"""Chooses the draft length of a step: the one with the fewest milliseconds a token.
+"""Chooses the draft length of a step: the one with the fewest milliseconds a token, from measured
+times and acceptance.
 
-    ms a token = ms of a step of its rows with n drafts  /  tokens of its rows: one each, plus for sequences that may draft
-               + ms of its prompt tokens                    the probability that its first draft is accepted, its first two, ...
-
-Times are kept by padded rows, and apart for steps with prompt tokens. Boot times give the start,
-and the differences between lengths never used at these rows. The length in use is replaced when its
-accumulated loss against another reaches a fifth of a number of steps: a clear loss acts soon, noise
-never. Acceptance counts decay over some hundred steps (some thousand without drafts) towards an
-optimistic prior, so no length is given up for good.
+The rules are in engine/core/README.md.
 """
 
 from bisect import bisect_left
@@ -35,8 +29,7 @@ class RowTimes:
     """Times of steps with one padded number of rows. Lists are by option.
 
     expected  ms of a step, by the times at boot;   ms  of steps without and with prompt tokens, but for these; 0: not measured
-    chosen    the option in use;                    samples  of both kinds, of a new option
-    drafting  share of rows that may draft;         prompts    share of steps that have prompt tokens
+    drafting  share of rows that may draft;         samples  of both kinds, of a new option
     loss      accumulated loss, in steps;           prompt_ms  of prompt tokens, a step on average
     """
 

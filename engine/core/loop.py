@@ -1,13 +1,9 @@
 """The core process: messages in, plans out, results in, tokens out. `python -m engine.core.loop
 '<BootArgs>'`.
 
-                     Scheduler.commit  <-- RingExecutor.poll    at most two plans are out: one running, one queued
-                     Scheduler.schedule --> RingExecutor.submit; a step's masks once all its rows have theirs
-    front socket <-- at most one TokenBatch a turn of the loop
-    front socket --> Intake.add, Requests.abort
-
-It polls while plans are out or threads make masks, and otherwise sleeps in `select` on the front
-socket. An exception ends the group, except one from reading a message, which ends that request.
+At most two plans are out: one running, one queued. It polls while plans are out or threads make
+masks, and otherwise sleeps in `select` on the front socket. An exception ends the group, except one
+from reading a message.
 """
 
 import gc

@@ -1,22 +1,9 @@
 """Token masks of requests with a grammar or a thinking budget, made after each of their tokens.
 
     step n's tokens committed --> consumed --> masks of step n + 1, whose forward runs meanwhile --> sent, all of a step at once
-    its draft tokens, with result n --------->
 
-A row has a mask for its next token and one after each draft token, made from a copy of the matcher.
-A missing mask (the grammar forbids the draft, or time is up) ends the row.
-
-Rows are planned before their masks exist, so they run in every step (`MaskState.late`), except that
-the first row waits until its grammar is compiled in a thread, and rows of a slow grammar wait for
-masks made in a thread, without drafts. Every masked step gets a record; it omits rows that were
-preempted, have ended or need no mask.
-
-With a trigger, tokens are free until that id. The row in flight is then dropped and its position
-computed again with a mask. A grammar that fails, or allows no token, ends its request only.
-
-Where a thinking budget may end before the next commit, rows are planned as masked; at the end only
-the end marker is allowed (with a grammar, once it allows the marker). Without a grammar such rows
-have one token.
+A row has a mask for its next token and one after each draft token. A missing mask (the grammar
+forbids the draft, or time is up) ends the row. engine/core/README.md has the exceptions.
 """
 
 from array import array
@@ -49,8 +36,6 @@ class ThoughtLimit:
 
         <|channel> thought \n  So  the  sum  is  <channel|>
                    label         1   2    3    4   the token that must come with a budget of 4
-
-    `length`: prompt tokens, which do not count. `end`: the id that ends a thought.
     """
 
     def __init__(self, budget: ThoughtBudget, length: int) -> None:

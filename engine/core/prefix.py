@@ -1,20 +1,12 @@
 """The prefix cache: pages of both KV groups, found by the tokens up to their ends.
 
-Segments are runs of pages in a tree. A page's key is sha256(key of the page before, its token ids,
-its media items), so equal keys mean equal prefixes. The root key is made of the request's salt and
-adapter.
-
     root -- S ----+-- A ---- A'        full pages    S S S S S S A A A A' A'      kept for the whole path
       system      |                    sliding         . . . s s . . a a  .  a'   a tail at the end of S, A, A', B:
       prompt      +-- B                                                           only the window before it
 
-A sequence can start where a segment ends with a tail. Tails are left at the ends of prompts,
-answers and turns (`turn_ends`), and where a sequence finds more full pages than tails allow. They
-are expensive, so tails that their conversation has grown past are evicted first.
-
-Both groups are evicted together, by LRU, leaves first; a segment that leads to no tail is removed.
-A random half of the conversations' ends is spared until the next turn: with more conversations than
-fit, strict LRU would evict each just before its use.
+A page's key is sha256(key of the page before, its token ids, its media items), so equal keys mean
+equal prefixes. A sequence can start where a segment ends with a tail. engine/core/README.md tells
+where tails are left, and what is evicted.
 """
 
 import random
@@ -164,8 +156,7 @@ class PrefixCache:
         """Cache the prefix of all `keys`: a full page each, and the sliding pages before its end.
 
         Returns how many full pages were cached before, and whether the tail was new. `supersedes`:
-        the conversation has grown to here, so earlier tails that no other branch uses are evicted
-        first.
+        earlier tails of this conversation are evicted first.
         """
         segment, known = self._grow(keys, full)
         new_tail = segment.tail is None
@@ -217,11 +208,7 @@ class PrefixCache:
 
     def make_free(self, pool: PagePool, count: int) -> None:
         """Evict segments or tails with an idle page in `pool` until `count` of its pages are free.
-        The caller has checked `available`.
-
-        If no leaf has idle full pages, evict above one: holders of that leaf computed its pages
-        themselves.
-        """
+        The caller has checked `available`."""
         while pool.free < count:
             if pool is self._full:
                 self._remove_subtree(self._oldest(self._order, lambda candidate: pool.idle_in(candidate.pages), self._touch))
@@ -234,8 +221,7 @@ class PrefixCache:
         """Remove the last segment on the path of `keys` and its descendants: values computed after
         it were not finite.
 
-        Ancestors stay, since others got finite values from them; if one is at fault, the next
-        failure removes it.
+        Ancestors stay; if one is at fault, the next failure removes it.
         """
         segment, _ = self._walk(keys)
         if segment is not self._root:

@@ -1,8 +1,6 @@
 """The scheduler: requests in, plans out, results in, outputs out. Pure: no clock, no sockets, no
 torch.
 
-    Requests.add, abort --> schedule --> plan ... result --> commit --> Requests.drain
-
 Per plan, in order of precedence (priority, then arrival):
 
     1. release   sliding pages that no position after the committed ones can see
@@ -10,8 +8,8 @@ Per plan, in order of precedence (priority, then arrival):
     3. admit     from the queue, while slots, pages and budget last; running prefills get the rest
     4. fill      if the step is still empty, the first prefill that has pages
 
-A sequence short of pages shrinks its chunk or row, then preempts the last sequence; the last one
-itself skips the step. The first always advances: its worst case fits the empty pools.
+A sequence short of pages shrinks its chunk or row, then preempts the last sequence. The first
+always advances: its worst case fits the empty pools.
 """
 
 from itertools import takewhile
@@ -278,10 +276,8 @@ class Scheduler:
         """Plan the encodes of media items in its next `size` positions; returns how many of these
         can be computed now.
 
-        Neither an item nor short text before it is computed before the item is encoded. In a step
-        with decode rows no encode begins here (`_encode_ahead`). In others none begins for a
-        sequence while an earlier one is at an item, so the first sequence waits only for running
-        encodes and its own.
+        Text close to an item, and the item, wait for its encode. With decode rows encodes begin in
+        `_encode_ahead`; otherwise none begins while an earlier sequence is at an item.
         """
         media = sequence.media
         decodes = step.decode_rows > 0

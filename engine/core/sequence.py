@@ -5,9 +5,8 @@
        ^               |
        +---------------+  preempt: pages and slot are freed, `tokens` stay and are computed again
 
-Results below `committed` are known. `planned` assumes that every draft is accepted; a commit lowers
-it otherwise. Pages are held up to `planned` and freed below the window of `committed`. At most
-`limit - 1` positions are computed: the last token is sampled from position limit - 2.
+`planned` assumes that every draft is accepted; a commit lowers it otherwise. At most `limit - 1`
+positions are computed: the last token is sampled from position limit - 2.
 """
 
 from array import array

@@ -1,24 +1,10 @@
 """How many prompt tokens a step computes, and of which prompts: bounded by rows and by time.
 
     rows    `prefill_budget` minus decode rows; a quarter is reserved for prompts
-    time    a step with decode rows takes at most `longest_step_ms`, by the times measured at boot. With `tpot_target_ms` such
-            steps take that long on average: unused time is saved, excess is owed, and prompts get what is saved
+    time    a step with decode rows takes at most `longest_step_ms`; with `tpot_target_ms` such steps take that long on
+            average: unused time is saved, excess is owed, and prompts get what is saved
 
-           target - step                                       a prompt that the step finishes may borrow a target; time for a chunk
-    saved ---------------> [ owed ... 0 ... 1 target ] ---> chunks  with a long context to read is saved, beyond a target, in
-                                                               steps without it
-
-A fifth of the time is reserved for prompts, so where decode rows alone exceed the target, steps
-average a quarter longer than they. A quarter of the prompts' time is reserved for the oldest
-prompt.
-
-Encoders slow concurrent steps. With a target one item is encoded at a time; the next starts once
-steps have made up the delay, or after MOST_DECODED steps.
-
-    arrival   strictly in order; if the head of the queue lacks pages, the queue waits
-    fair      shortest first, waiting prompts included; two long prompts at a time. A request overtaken too often blocks the queue
-
-Precedence is by `priority` (lower first, as in vLLM), then by arrival; preemption is in reverse.
+The policies `arrival` and `fair`, and the shares, are in engine/core/README.md.
 """
 
 import math

@@ -2,19 +2,17 @@
 
     {city:<|"|>Paris<|"|>,days:3,at:{lat:48.9}}        ->        {"city":"Paris","days":3,"at":{"lat":48.9}}
 
-A coroutine that yields where it needs more text. JSON goes out once it is certain, whatever the
-pieces. It also reads what models were seen to write:
+JSON goes out once it is certain, whatever the pieces. It also reads what models were seen to write:
 
     key:Paris, France<|"|>,            the first marker is missing: the string goes up to the next one
-    key:<|"|>say <|"|>hi<|"|>.<|"|>    a marker inside a string stands for ": one ends it only where the notation can go on
+    key:<|"|>say <|"|>hi<|"|>.<|"|>    a marker inside a string stands for "
     key:"a", key:'a', "key":1          JSON's and Python's quotes
     (key=1), ({"key":1}), {{key:1}}    Python's and JSON's calls
     key:<|"|>a<|"|>b:2, [1,,2]         commas too few or too many
-    {key}                              a key without a value: null
-    key:anything else                  a string
+    {key}, key:anything else           null, a string
 
-So a completed call always has a JSON object. A call that the token limit cut is not closed, and
-uncertain text is left out: half a command may be another command.
+A call that the token limit cut is not closed, and uncertain text is left out: half a command may be
+another command.
 """
 
 import json

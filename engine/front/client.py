@@ -1,12 +1,8 @@
-"""The engine as the replica sees it: submit, stream, abort, and notice its end.
+"""The engine as the replica sees it: submit, stream, abort, and notice its end. Use it from one
+event loop.
 
-    client = EngineClient(group.front_socket)
-    await client.start()
-    stream = client.generate(prompt, params)                   submits
-    stream.take()                                              all new output as one Output
-
-Use it from one event loop. A request leaves `open` only when the core has ended it or is gone, so
-events agree with the core's counters.
+A request leaves `open` only when the core has ended it or is gone, so events agree with the core's
+counters.
 """
 
 import asyncio

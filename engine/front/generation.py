@@ -1,11 +1,8 @@
 """From a stream of token ids to typed parts: detokenized, parsed, cut at stop strings, with the
 finish reason.
 
-    Output(tokens) --ReplyParser, or PlainText--> parts --StopStrings, of the content--> Delta(parts, tokens, logprobs, finish)
-
-With stop strings tokens are read one by one, so batching does not change the end. A match ends the
-request successfully, as does the first complete call of a `one_call` job. Thoughts and calls are
-never cut.
+With stop strings tokens are read one by one, so batching does not change the end. Thoughts and
+calls are never cut.
 """
 
 import asyncio
@@ -85,8 +82,7 @@ class Delta(msgspec.Struct):
     """What one output added to one choice; the last one has `finish`. `logprobs` is empty, or has
     one entry a token.
 
-    The prompt's text and logprobs (`prompt`) come first, in deltas of their own. `parts`: new text
-    by kind, in order. `stop`: the requested stop string or token id that ended it.
+    The prompt's text and logprobs (`prompt`) come first, in deltas of their own.
     """
 
     parts: Sequence[Part]
@@ -321,9 +317,8 @@ class DeltaReader(Generic[T]):
     """Reads several generations; `convert` turns new (choice, delta) pairs into the result of
     `next`.
 
-    While the reader waits, pairs are converted in the client's callback, so one message is
-    converted for all readers before the first writes; while it is busy, pairs accumulate. `put`
-    gets the result in the loop's next turn without a task switch, and returns what the reader must
+    While the reader waits, pairs are converted in the client's callback, for all readers before the
+    first writes. `put` gets the result without a task switch, and returns what the reader must
     still do.
     """
 

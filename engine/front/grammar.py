@@ -1,6 +1,4 @@
-r"""A reply as one grammar: a thought first, with thinking, then an answer or tool calls.
-
-    start: <[100]> "thought\n" thought <[101]> answer            answer: %json {...}, a regex, words, Lark, or calls
+"""A reply as one grammar: a thought first, with thinking, then an answer or tool calls.
 
 The model also chooses forced tokens: otherwise llguidance would tokenize all that follows at each
 token, under the interpreter's lock (6 ms for 10 kB).

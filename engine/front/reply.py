@@ -3,19 +3,16 @@ r"""Parses a reply into content, thoughts and tool calls, by Gemma 4's markers, 
     <|channel>thought\n ... \n<channel|>  Sure.  <|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>
               Reasoning                   Content             ToolCallStart, Arguments ...
 
-The same characters in ordinary tokens are text. Batching does not matter, and nothing is lost: what
-is no call becomes content, with its markers.
-
     state           text is                                            left by
     content         content                                            <|channel>, and with tools <|tool_call>
     label           "thought\n", the channel's name                    its end, or anything else
-    thought         reasoning; one final newline belongs to the marker <channel|>, <|tool_call>
+    thought         reasoning                                          <channel|>, <|tool_call>
     gap             white space, or `call:NAME{` without its marker    text that is neither
     head            a call's name                                      { or (, or text that is no name
     more_arguments  for ArgumentsParser                                the closing bracket, <tool_call|> outside of strings
 
-A state is the method that reads its text, and returns the text for the next. In `gap` (at the start
-of the answer, after a thought or call) models may omit a call's marker.
+A state is the method that reads its text, and returns the text for the next. What is no call
+becomes content, with its markers.
 """
 
 import re

@@ -1,8 +1,4 @@
-"""One request's outputs on their way to its reader.
-
-The writer (EngineClient or a fake) pushes Outputs, which accumulate as one until the reader takes
-them. The reader is called when there is something, and leaves by `abort` or at the end.
-"""
+"""One request's outputs on their way to its reader, accumulated as one until the reader takes them."""
 
 from collections.abc import Callable
 
@@ -29,11 +25,10 @@ class Clock(msgspec.Struct):
 
 
 class Stream:
-    """One request as its reader sees it: Outputs, the last with `finish`.
+    """One request as its reader sees it. `take` raises InvalidRequest (refused), GenerationFailed
+    (this request failed, or its reader was slow) or EngineDead.
 
-    `take` raises InvalidRequest (refused), GenerationFailed (this request failed, or its reader was
-    slow) or EngineDead. The reader sets `on_ready`, called in the writer's turn; the writer sets
-    `aborted`, why the core was asked to end it.
+    The reader sets `on_ready`, called in the writer's turn; the writer sets `aborted`.
     """
 
     def __init__(self, request: int, abort: Callable[[int, AbortReason], None], clock: Clock) -> None:

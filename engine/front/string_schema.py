@@ -1,10 +1,8 @@
 r"""A JSON Schema's constraints of a string as regular expressions: length, pattern, format.
 
-    {"pattern": "^a|b$", "maxLength": 9}        ->        (?:(?:a)(.|\n)*|(.|\n)*(?:b))    and    (.|\n){0,9}
-
 A pattern is searched for unless anchored; \d, \w and \s are ASCII, as in ECMA-262. FORMATS allow
-nothing that usual readers refuse; other formats are ignored. llguidance has no look-around or
-back-references: SchemaError names what needs them.
+nothing that usual readers refuse; other formats are ignored. SchemaError names look-arounds and
+back-references.
 """
 
 import re

@@ -1,9 +1,9 @@
 """The checkpoint's chat template, in jinja2's sandbox, with messages guarded against control
 tokens.
 
-Only the template may write control tokens. Before rendering, a sentinel character that no message
-has is put after every "<", the first character of all control tokens, so none survives or forms
-where parts meet. Readers split the text at control tokens, then remove the sentinel.
+Before rendering, a sentinel character that no message has is put after every "<", the first
+character of all control tokens, so only the template writes them. Readers split at control tokens,
+then remove it.
 """
 
 import json
@@ -129,11 +129,8 @@ def _without_thoughts(content: Any) -> Any:
 
 
 def _with_mapping(call: JsonObject, cut: CutCalls) -> JsonObject:
-    """The call with arguments as a mapping: templates would print OpenAI's JSON string verbatim.
-
-    Agents resend whatever a model wrote, so other arguments are shown as text under a name that
-    says so.
-    """
+    """The call with arguments as a mapping, since templates would print a JSON string verbatim.
+    What is no object is shown as text under a name that says so."""
     function = dict(call["function"])
     given = function.get("arguments")
     value = _parsed(given, cut) if isinstance(given, str) else given

@@ -31,9 +31,8 @@ _SEAM = 64  # tokens at most that a text has fewer of than its pieces, where two
 class Detokenizer:
     """Token ids to text for one stream, O(1) a token.
 
-    Equals the tokenizer's decode, but holds back an unfinished UTF-8 character. Invalid bytes
-    become one U+FFFD each; Hugging Face replaces a whole run of byte pieces, whose valid characters
-    a stream has sent.
+    Equals the tokenizer's decode, but holds back an unfinished UTF-8 character, and shows each
+    invalid byte as U+FFFD, where Hugging Face replaces a whole run.
     """
 
     def __init__(self, pieces: Pieces, *, skip_special_tokens: bool = True) -> None:
@@ -124,12 +123,8 @@ class TextProcessor:
 
     @classmethod
     def load(cls, folder: Path, template: Path | None = None) -> Self:
-        """Load tokenizer(_config).json, generation_config.json, and `template`, chat_template.jinja
-        or the config's own.
-
-        CheckpointError: absent or unusable files, ids outside the model, or a control token made by
-        plain text. Without a template `render_chat` refuses.
-        """
+        """Load tokenizer(_config).json, generation_config.json, and a template. CheckpointError:
+        unusable files, ids outside the model, or a control token made by plain text."""
         settings = read_optional(folder / "tokenizer_config.json")
         made = cls(read_tokenizer(folder), template_source(folder, template), _named_tokens(settings), read_eos(folder))
         rows, last = model_vocabulary(folder), made.vocab_size - 1
@@ -151,12 +146,11 @@ class TextProcessor:
         media: Sequence[tuple[MediaKind, str]] = (),
         **switches: bool,
     ) -> list[int]:
-        """The token ids of a conversation, <bos> included. InvalidRequest names the field, also if
-        it has more than `most` tokens, seen early.
+        """The token ids of a conversation, <bos> included. InvalidRequest names the field, also for
+        more than `most` tokens, seen early.
 
-        messages and tools are in OpenAI's form; a content is a string, a list of parts ({"type":
-        "text"}, or a media kind) or, of a tool message, a mapping. `media`: in order, the text for
-        each. `switches` go to the template.
+        messages and tools are in OpenAI's form. `media`: in order, the text for each. `switches` go
+        to the template.
         """
         if self._template is None:
             raise InvalidRequest("messages: this model has no chat template, only raw prompts", param="messages")

@@ -37,11 +37,8 @@ class Share:
 
 
 class Turns:
-    """Places for pieces of work.
-
-    A free place goes to the waiting client with the fewest, then to the longest waiting. The last
-    free place is for a client without one, so a newcomer need not wait.
-    """
+    """Places for pieces of work. A free one goes to the waiting client with the fewest, then to the
+    longest waiting; the last free one to a client without any."""
 
     def __init__(self, places: int) -> None:
         self._places = places

@@ -122,10 +122,10 @@ def listed(value: Any) -> list[Any]:
 
 
 def as_json_schema(schema: Schema) -> JsonObject:
-    """A schema in plain JSON Schema: without OpenAPI's `nullable` and Gemini's capitals.
+    """A schema in plain JSON Schema: without OpenAPI's `nullable`, Gemini's capitals, and keywords
+    that are null or allow everything.
 
-    Drops keywords that allow everything (zod's string keys, pydantic's format "password") or are
-    null. Keywords of all drafts apply, whatever `$schema` says. `$id` is ignored.
+    Keywords of all drafts apply, whatever `$schema` says. `$id` is ignored.
     """
     kept = {keyword: _spelled(keyword, value) for keyword, value in schema.items() if not _says_nothing(keyword, value)}
     kept = _with_held_bound(_with_held_bound(kept, "Minimum"), "Maximum")

@@ -3,9 +3,8 @@
     a [adapters, parts * r, n]   b [adapters, m, r]      scale is multiplied into B in fp32, before the cast
     a matrix of experts          index: expert * adapters + adapter
 
-A column-parallel matrix has all of A and its rows of B; a row-parallel one its columns of A and all
-of B, so what it adds is its part of the sum over ranks. Parts of a merged matrix (q, k, v; gate,
-up) have an A each; on layers without V, what is added to K is added to V too.
+A column-parallel matrix has its rows of B; a row-parallel one its columns of A. On layers without
+V, what is added to K is added to V too.
 """
 
 from collections.abc import Iterator, Mapping

@@ -83,11 +83,12 @@ class Adjustments:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray, after: DeviceEvent | None = None) -> None:
-        """Upload the masks of `step` for `slots` int32 [n]; a slot's are consecutive.
+        """Upload the masks of `step` for `slots` int32 [n]; a slot's are consecutive. At most DEPTH
+        steps may be out.
 
-        bits int32 [n, ceil(vocabulary / 32)]: bit id % 32 of word id // 32. At most DEPTH steps may
-        be out. after: end of the last sampled step; the copies wait for it only, not for a running
-        forward. None: they wait for all earlier work.
+        bits int32 [n, ceil(vocabulary / 32)]: bit id % 32 of word id // 32. after: end of the last
+        sampled step, which the copies wait for instead of a running forward; None: they wait for
+        all earlier work.
         """
         owners, first = np.unique(slots, return_index=True)
         if not len(slots):

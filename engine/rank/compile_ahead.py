@@ -1,9 +1,8 @@
 """Compiles a rank's kernels while it loads weights: `python -m engine.rank.compile_ahead
 '<CompileArgs>'`.
 
-Each process builds the rank on the meta device, lists a share of its launches, and compiles each
-variant into Triton's disk cache. The rank compiles what is missing itself. A process ends when it
-is done, or with the rank.
+Each process lists a share of the launches on the meta device, and compiles each variant into
+Triton's disk cache. It ends when it is done, or with the rank.
 """
 
 import os

@@ -1,10 +1,5 @@
-"""CUDA graphs of a step's stages, by stage name and sizes.
-
-    capture   largest rows first, all in one memory pool: warm up (kernels compile, workspaces appear), then record
-    replay    one launch a stage
-
-Graphs use fixed addresses: their inputs are in `engine.rank.step`'s buffers.
-"""
+"""CUDA graphs of a step's stages, by stage name and sizes. Their inputs are in `engine.rank.step`'s
+buffers."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -13,11 +8,11 @@ import torch
 
 
 class StageGraphs:
-    """Graphs of one rank. Outputs hold until the replay of a graph that was captured earlier, since
-    it may reuse their memory; so capture the stages of a step in reverse order.
+    """Graphs of one rank. Every rank must capture the same stages in the same order: warming up
+    runs collectives.
 
-    Every rank must capture the same stages in the same order: warming up runs the step's
-    collectives.
+    Outputs hold until the replay of a graph that was captured earlier, which may reuse their
+    memory; so capture the stages of a step in reverse order.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """A cache of encoder outputs by digest: recent ones on the device, older ones on the host.
 
-A copy from the host takes a hundredth of the encoding. Outputs evicted from both caches stay on the
-host while slots need them: at most `prefill_budget` positions and two items a slot.
+Outputs evicted from both caches stay on the host while slots need them: at most `prefill_budget`
+positions and two items a slot.
 """
 
 from collections import OrderedDict

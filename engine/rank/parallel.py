@@ -60,8 +60,8 @@ def make_inboxes(
     """Inboxes for steps of up to `rows` rows and fused norms of up to `width` elements, and
     sequence-parallel norms for `prompt_rows` rows. None without `Parallel.peer_memory`.
 
-    Without `shares_rows`, and with two ranks, which would send no less, every rank has all rows of
-    the residual. A collective call: inboxes are empty on every rank before anybody can write.
+    Without `shares_rows`, or with two ranks, every rank has all rows of the residual. A collective
+    call.
     """
     rank, size = parallel.rank, parallel.size
     sequence_bytes = SequenceParallel.bytes(size, prompt_rows[-1], width, dtype) if prompt_rows else 0
@@ -119,9 +119,8 @@ class FirstOfGroup(Single):
 
 
 class CudaGroup:
-    """NCCL, and torch's symmetric memory for small sums, in rank order for 2, 4 and 8 ranks and in
-    the message's dtype. NCCL's sums are equal on all ranks, but not in rank order, nor the same for
-    each row."""
+    """NCCL, and torch's symmetric memory for small sums, in rank order for 2, 4 and 8 ranks. NCCL's
+    sums are equal on all ranks, but not in rank order."""
 
     def __init__(self, rank: int, size: int, store: str, timeout_s: float) -> None:
         self.rank, self.size, self._device = rank, size, torch.device("cuda", rank)

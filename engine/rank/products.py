@@ -1,10 +1,6 @@
 """Tensor-parallel products and the sums of their parts; the only file that knows how ranks exchange
 rows.
 
-    column-parallel   by a `Weight` of this rank's rows: the result stays local
-    row-parallel      by a `Weight` of this rank's columns: the result is this rank's part of a sum over ranks
-    sum_norm          adds the parts, with norm, residual and next norm in one step
-
     Exchange       one rank, or each sum is a collective
     InboxExchange  up to some thousand rows: parts go to the ranks' inboxes, of few rows from the product's own kernel
     OwnRows        more rows: each rank norms rows of its own, and parts and rows travel in pieces while products run

@@ -6,9 +6,8 @@
     result   wait for the copy; the result's bytes                       in plan order
     fold     update the state hash
 
-Plans are padded to `engine.step_shapes` and run as CUDA graphs on a GPU, elsewhere eagerly. Plans
-with many prompt tokens, or with prompt logprobs, run unpadded. Two steps may be launched and not
-finished, so each has its own memory for the copy out.
+Padded plans run as CUDA graphs on a GPU, elsewhere eagerly; those with many prompt tokens, or with
+prompt logprobs, run unpadded.
 """
 
 from collections import deque

@@ -1,14 +1,10 @@
 """Samples from logits cut over ranks: every rank computes the same tokens, and none is sent.
 
-    every row        is adjusted if its slot says so (`kernels.adjust`); each rank's best, 16 bytes a row, gives the tokens of
-                     greedy and plain rows (`kernels.choose`)
-    small top_k      each rank's best SMALL_TOP_K ids are gathered, 1 KiB a row and rank, and filtered (`kernels.candidates`)
-    other filters    each rank is sent whole rows of logits for its share and filters them (`kernels.filters`); tokens are gathered
-    with logprobs    each rank's part of the sum, its best and what is asked for are gathered
+    every row        is adjusted (`kernels.adjust`); each rank's best gives the tokens of greedy and plain rows (`kernels.choose`)
+    small top_k      each rank's best SMALL_TOP_K ids are gathered and filtered (`kernels.candidates`)
+    other filters    each rank is sent whole rows of logits for its share and filters them (`kernels.filters`)
 
-A row's token does not depend on other rows. Filters and logprobs work on `PIECE_LOGITS` of a rank's
-logits at a time. Logprobs are of capped, unadjusted logits. A row with a NaN gets token 0 and its
-flag.
+Logprobs are of capped, unadjusted logits. A row with a NaN gets token 0 and its flag.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,7 @@
     tokens  [slots, max_len + 1]    prompt | generated ... | (next)        lengths [slots]: positions computed
                                                   ^ position `length`: the next decode row's input
 
-The host writes admissions; the device applies releases, appends and lengths from the plan's bytes
-(`engine.rank.step`). One more slot, for padding rows, samples greedily and stores nothing.
+One more slot, for padding rows, samples greedily and stores nothing.
 """
 
 from collections.abc import Sequence

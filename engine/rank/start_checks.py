@@ -3,8 +3,8 @@
     our kernels         on a GPU architecture that was never tried: a wrong one stops the boot
     other backends      always: where one rank finds a fault, all ranks use our own
 
-Some of trtllm-gen's kernels were silently wrong (flashinfer #3864), so each shape in use runs once
-over poisoned pages. Poison is finite, as FlashInfer multiplies unseen values by zero.
+Each shape in use runs once over poisoned pages. Poison is finite, as FlashInfer multiplies unseen
+values by zero.
 """
 
 from collections.abc import Collection, Sequence

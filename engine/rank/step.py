@@ -3,8 +3,7 @@
     host    plan's header and fixed sections --one copy--> plan [n]        from pinned memory that belongs to a step in flight
     device  plan --apply--> page tables, lengths --decode rows--> ids, positions, slots --gather--> each row's page ids, cos, sin
 
-Rows are padded (`engine.step_shapes`) and kernels read no host values, so steps can be captured.
-Chunk rows precede decode rows.
+Rows are padded and kernels read no host values, so steps can be captured.
 """
 
 from collections.abc import Sequence

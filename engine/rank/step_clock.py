@@ -1,10 +1,7 @@
 """Start and end of a step on the device, by CUDA events; on a CPU by its clock.
 
-    step n  |start ######## end|         |start ######## end|  step n + 1
-                                <- idle ->  zero where step n + 1 was in the stream before n ended
-
-The end follows the copies out. Idle time counts only before steps with decode rows: a step of new
-prompts may follow a time without work.
+Idle time counts only before steps with decode rows: a step of new prompts may follow a time without
+work.
 """
 
 import time

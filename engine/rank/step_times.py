@@ -1,7 +1,6 @@
-"""Measures at boot how long this rank's steps take, with plans like the core's.
+"""Measures at boot how long this rank's steps take, in wall time, with plans like the core's.
 
-It is wall time, since launches of steps with prompt tokens count. Every rank runs the same plans
-equally often, so nothing may depend on a clock.
+Every rank runs the same plans equally often, so nothing may depend on a clock.
 """
 
 from collections.abc import Sequence
@@ -27,11 +26,8 @@ TILE = 128  # rows of a tile in a GPU's large matrix products
 
 @torch.inference_mode()
 def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
-    """Measure the step times of a fresh runner, which is left as it was. A collective call.
-
-    Estimated at most two seconds for 31B on four H200 (100 steps); 200 steps more with drafts,
-    which a CPU without limit measures only.
-    """
+    """Measure the step times of a fresh runner, which is left as it was. A collective call of about
+    two seconds for 31B on four H200, plus 200 steps with drafts."""
     probe, tile = _Probe(runner, vocab, SERIES[config.device]), TILE if config.device == "cuda" else 1
     drafts: tuple[tuple[int, Points], ...] = ()
     drafting: Points = ()
@@ -64,8 +60,7 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
 
 def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int, cached: int, end: int) -> StepPlan:
     """A plan that admits sequences of `length` tokens, `cached` of them computed, with pages for
-    [cached, end), shared in a small pool. Tokens are random: equal ones would go to the same
-    experts."""
+    [cached, end). Tokens are random: equal ones would go to the same experts."""
     params, admissions = SamplingParams(max_tokens=1), []
     for slot in slots:
         tokens = np.random.default_rng(slot).integers(0, vocab, length, np.int32).tolist()

@@ -2,7 +2,6 @@
 
 `Weight` is the format `plain`. Another format derives from it and has an entry in
 `engine.weight_formats`; it gives `weight`, or `matrix` for kernels that read the stored form.
-Layers know no format.
 """
 
 from pkgutil import resolve_name

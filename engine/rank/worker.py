@@ -4,12 +4,7 @@
            Allocate -> KV cache, self-check, compilation, graph capture, step times -> Ready
     loop   publish finished steps; launch plans, up to two. With two launched, wait for the older one; with one, poll its end and
            the plan ring, or the device would idle after every second step
-    media  follow the plan that encodes them. After its step is launched, one record, and then one encoder piece, a turn
-    masks  a plan with masked rows launches its forward at once, and samples when its masks come. Until then nothing else is
-           launched, but results are published
-
-Rank 0 writes the results. The process ends with a stop plan, its lifeline, or an exception, which
-it reports.
+    masks  a plan with masked rows launches its forward at once, and samples when its masks come
 """
 
 import gc

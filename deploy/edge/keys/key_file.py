@@ -2,12 +2,8 @@
 
     3c9b5f...e1  alice   rights=generate,models  requests=60  tokens=100000  concurrent=8  expires=2027-01-01   # a comment
 
-The SHA-256 in hex, the holder's name, options in any order; a missing one means no limit. Lines of
-one name share a quota and may differ only in `expires`, so that a key can be replaced.
-
-    rights       some of RIGHTS; all without the option
-    requests     a minute, at each replica; tokens: a minute, of prompts and answers; concurrent: open requests
-    expires      a day or time by ISO 8601, by default UTC; the key is refused from then on
+requests and tokens are a minute, at each replica; a missing option means no limit. Lines of one
+name share a quota and may differ only in `expires`, so that a key can be replaced.
 """
 
 import os

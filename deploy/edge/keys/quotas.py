@@ -1,11 +1,9 @@
 """A holder's quotas: requests and tokens a minute by token buckets, and open requests.
 
     open() ------------------ reserve(tokens) ------------- close(used)
-      |-- one request, taken -----|-- the most it can use, held --|-- what it used, taken; the rest is free again
+      |-- one request, taken -----|-- the most it can use, held --|-- what it used, taken
 
-A bucket holds one minute's amount, so t minutes allow (1 + t) times the requests. A request begins
-while the bucket has more tokens than open requests hold, so t minutes allow (1 + t) times the
-tokens plus one request's. Each replica counts for itself.
+In t minutes a holder gets at most (1 + t) times its requests and tokens, plus one request's tokens.
 """
 
 import math

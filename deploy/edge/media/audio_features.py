@@ -2,9 +2,7 @@
 12B.
 
 Equal to transformers' Gemma4AudioFeatureExtractor and Gemma4UnifiedAudioFeatureExtractor, without
-frames that reach past the clip's end, which transformers masks.
-
-    160 zeros, samples --Hann(320), every 160--> rfft(512) --| |--> 128 mels, 0..8000 Hz --log(mel + 1e-3)--> [frames, 128]
+the masked frames.
 """
 
 from functools import cache

@@ -1,9 +1,6 @@
 """Fetches media by http(s) from hosts in the settings, never from an internal address.
 
-    URL -> host is allowed -> its addresses are public -> connect to the one that was looked at -> redirect: from the start
-
-The checked address is the one connected to, as a name may resolve differently later. Runs in a side
-process, which its alarm ends.
+The checked address is the one connected to, since a name may resolve differently later.
 """
 
 import http.client

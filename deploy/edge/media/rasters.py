@@ -2,8 +2,6 @@
 budget of soft tokens.
 
     f = sqrt(budget * 48 * 48 / (height * width))        side = floor(f * side / 48) * 48
-
-Runs in a side process, since decoders are foreign code on any client's data.
 """
 
 import io

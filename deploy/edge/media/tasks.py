@@ -22,11 +22,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class DecodeTask(MediaSettings, kw_only=True):
-    """Fetch a URL (`is_remote`), or decode a source into encoder input.
+    """Fetch a URL (`is_remote`), or decode base64 (or, with `media_type` None, a fetched file) into
+    encoder input.
 
-    A source is base64, except a fetched file, whose `media_type` is None. `budget`: most soft
-    tokens of an image; None: as needed, up to `max_soft_tokens`. `row_samples`: of audio; 0:
-    log-mel frames.
+    `budget`: most soft tokens of an image; None: as needed. `row_samples`: of audio; 0: log-mel
+    frames.
     """
 
     kind: MediaKind = "image"
@@ -42,11 +42,8 @@ class Fetched(FrozenStruct):
 
 
 class Prepared(FrozenStruct, kw_only=True):
-    """A medium as MediaItem has it, and `text`, which stands for it in the prompt.
-
-    `runs`: of soft tokens in the text, each a span or a clip, whose rows are `clips`. `cpu_s`:
-    used.
-    """
+    """A medium as MediaItem has it, and its `text` in the prompt, with `runs` of soft tokens.
+    `clips`: rows of each."""
 
     kind: MediaKind
     shape: tuple[int, ...]

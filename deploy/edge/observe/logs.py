@@ -1,10 +1,7 @@
 """Sends our log lines to Ray Serve's log file of the replica, as text or JSON, with their request's
 id.
 
-    deploy.* cluster.* engine.* dashboards.* opentelemetry.* --Forward--> ray.serve  --Serve's handler-->  logs/serve/replica_*.log
-
-Serve writes, rotates and encodes. A line holds nothing that a client wrote except a well-formed
-`x-request-id`.
+A line holds nothing that a client wrote except a well-formed `x-request-id`.
 """
 
 import logging

@@ -1,9 +1,8 @@
 """The record of one request. Every stage writes what it learns; logs and spans read it at the end.
 
     began ------ submitted -- scheduled -- first ------ last ------ ended       began: its head was read; ended: its last byte was
-      |- prepare_s -|- queue_s -|            |            |           |         sent, or the client was gone
-      |             |- ttft_s ---------------|            |           |         the middle four: engine/events.py defines them
-      |- e2e_s -------------------------------------------------------|
+      |- prepare_s -|- queue_s -|            |                                  sent, or the client was gone
+      |             |- ttft_s ---------------|
 
 With several choices, queue_s and ttft_s are those of the first choice to get there.
 """
@@ -30,11 +29,8 @@ _OUTCOMES: dict[type[Exception], str] = {  # in the words of engine.events.Outco
 
 
 class RequestRecord(Struct):
-    """One request so far. Times are seconds on the monotonic clock; `deadline` is the latest end.
-
-    `clocks`: one for each submitted choice; `key`: the name of the API key's holder; `grant`: its
-    part of the holder's quota; `operation`: as in HttpEndpoint.
-    """
+    """One request so far. Times are seconds on the monotonic clock. `clocks`: one for each
+    submitted choice."""
 
     id: str
     method: str

@@ -1,12 +1,8 @@
-"""OpenTelemetry spans: one trace a request, made at its end from its record.
+"""OpenTelemetry spans: one trace a request, made at its end, with queue, prefill and decode of each
+choice.
 
-    chat gemma-4     |==========================================================|     server span: head read -> last byte
-      queue                |=======|                                                  of each choice, on the engine's clock points
-      prefill                      |===========|
-      decode                                   |==============================|
-
-The sampled flag of a `traceparent` decides, otherwise `sample_ratio`. Serving never waits for the
-collector; the SDK logs lost spans. Spans hold no prompt, no answer and no name from the client.
+The sampled flag of a `traceparent` decides, otherwise `sample_ratio`. Spans hold no prompt, no
+answer and no name from the client.
 """
 
 import threading
@@ -88,11 +84,8 @@ def tracer(settings: TracingSettings, about: Mapping[str, str]) -> Tracer | None
 
 
 def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
-    """Queue, prefill and decode of one choice without gaps. A phase without an end lasts until
-    `ended`.
-
-    If the start in the core is unknown, the queue is part of prefill.
-    """
+    """Queue, prefill and decode of one choice without gaps; without a known start, the queue is
+    part of prefill."""
     about = {"quartet.choice": choice}
     if clock.scheduled is not None or clock.first is None:
         yield "queue", clock.submitted, clock.scheduled or ended, about

@@ -1,12 +1,7 @@
 """Answers of chats and text completions, whole and in chunks.
 
-A stream's chunks differ in one string, so prefix and suffix are encoded once:
-
-    data: {"id":...,"choices":[{"index":0,"delta":{"content":   TEXT   },"logprobs":null,"finish_reason":null}],"usage":null}
-
-The first chunk has delta.role, the last finish_reason. include_usage adds a chunk without choices;
-continuous_usage_stats (vLLM's) gives each chunk the tokens so far of all choices. Thoughts are in
-both `reasoning_content` and `reasoning`, since clients read one or the other.
+A stream's chunks differ in one string, so prefix and suffix are encoded once. Thoughts are in both
+`reasoning_content` and `reasoning`, since clients read one or the other.
 """
 
 import abc
@@ -47,11 +42,7 @@ def _counts(prompt: int, completion: int) -> JsonObject:
 
 
 class _ChoiceSoFar(msgspec.Struct):
-    """One choice so far. Logprobs are encoded as they come, so that an answer ends quickly.
-
-    `lists`: logprobs by name, JSON without brackets; `prompt`: entries of the prompt's tokens;
-    `offset`: characters so far.
-    """
+    """One choice so far. Logprobs are encoded as they come, so that an answer ends quickly."""
 
     reply: Choice = msgspec.field(default_factory=Choice)
     lists: dict[str, list[bytes]] = {}

@@ -2,15 +2,12 @@
 
     instructions, and the system and developer messages that come first      one first message of role system
     reasoning, message, function_call items of the assistant                 reasoning, content and tool_calls of one message
-    custom_tool_call, local_shell_call                                       calls, too
-    function_call_output, and the outputs of those                           a message of role tool
+    function_call_output                                                     a message of role tool
     items of other types                                                     skipped: agents keep items of other servers
-
     function F of a namespace N                                              function N.F
 
-Nothing is stored. Accepted without effect: `store`, prompt_cache_key, service_tier,
-client_metadata, text.verbosity, reasoning.summary and the like. Tools that are not functions are
-not offered to the model; an answer's `tools` lists the offered ones.
+Nothing is stored. Tools that are not functions are not offered to the model; an answer's `tools`
+lists the offered ones. docs/api.md lists keys without effect.
 """
 
 import base64

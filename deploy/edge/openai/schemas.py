@@ -1,11 +1,7 @@
 """The keys of a chat or text completion. Known keys are validated, unknown ones ignored.
 
-    body --one pass of msgspec--> typed fields, and lists of unknown size as raw JSON --bounded decoding--> Ask
-
 Lists of any length stay raw JSON in the first pass and are then decoded with a bound, so a body
-costs at most a scan. Accepted without effect: user, store, metadata, service_tier, verbosity,
-safety_identifier, prompt_cache_key, prompt_cache_retention, prediction, rid, request_id,
-guided_decoding_backend and the like. absent_keys.py lists the refused ones.
+costs at most a scan. docs/api.md lists keys without effect, absent_keys.py the refused ones.
 """
 
 from typing import Annotated, Any, Literal

@@ -1,7 +1,4 @@
-"""tool_choice of OpenAI's API: "none", "auto", "required", one tool, or some of the declared ones.
-
-    {"type": "function", "function": {"name": "f"}}
-    {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required", "tools": [{"type": "function", "function": {...}}]}}
+"""tool_choice of OpenAI's APIs: "none", "auto", "required", one tool, or some of the declared ones.
 
 The Responses API writes the contents of `function` and `allowed_tools` one level higher.
 """

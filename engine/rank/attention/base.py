@@ -2,9 +2,7 @@
 
     AttentionBackend   what the model sees: everything between the QKV product and the output product
     AttentionPart      the same for one KV group's decode rows, or its prefill chunks
-    AttentionParts     what makes a part of either kind, for one backend
-
-Parts are per group, so groups, decode rows and chunks may use different backends.
+    AttentionParts     makes parts of either kind, for one backend
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -96,11 +94,8 @@ class AttentionBackend:
             normed_queries(self.cache.of(layer), self.settings, rows, layer, norms, block)
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: AttentionPlan, out: Tensor) -> None:
-        """qkv [T, (heads + kv_projections * kv_heads) * head_dim], the raw product of q and, if the
-        layer has its own, k and v -> out [T, heads * head_dim].
-
-        Writes K and V into the pages of `layer.kv_source`.
-        """
+        """qkv [T, (heads + kv_projections * kv_heads) * head_dim], raw products -> out [T, heads *
+        head_dim]. Writes K and V into the pages of `layer.kv_source`."""
         index = self.cache.of(layer).group.index
         first = 0
         for block, prepared in zip(batch.blocks, plan, strict=True):

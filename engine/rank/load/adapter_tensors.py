@@ -3,8 +3,8 @@
 base_model.model.model.language_model.layers.3.self_attn.k_proj.lora_A.weight     with `language_model.` or without
 base_model.model.model.layers.3.mlp.experts.base_layer.lora_B.weight              of all experts of a layer:
 
-A [experts * r, n]   the expert's index is slowest: expert e has rows [e r, (e + 1) r)
-B [m, r * experts]   the expert's index is fastest: expert e has columns e, e + experts, ...; gate rows before up rows
+A [experts * r, n]   expert e has rows [e r, (e + 1) r)
+B [m, r * experts]   expert e has columns e, e + experts, ...; gate rows before up rows
 """
 
 import re

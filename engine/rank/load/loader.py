@@ -45,8 +45,8 @@ def load(model: Shard, tensors: TensorTable, folder: Path, weights: Quantisation
     """Copy this rank's slices of the checkpoint into the parameters. The geometry is from
     `with_head`.
 
-    CheckpointError names the file, or all missing, unexpected, mis-shaped or wrongly typed tensors,
-    before anything is copied; later, a tensor with NaN or infinity in this rank's slice.
+    CheckpointError names the file, or all wrong tensors, before anything is copied; later, one with
+    NaN or infinity.
     """
     needed, parameters = allocate(model, tensors, weights)
     by_name = checked_headers(folder, needed, tensors, model.geometry, weights)

@@ -17,11 +17,8 @@ _DRAW = 1 << 24  # values drawn at once
 
 
 def dummy(model: Shard, tensors: TensorTable, seed: int = 0, weights: Quantisation = UNQUANTISED) -> None:
-    """Fill with weights of the same full model at every rank and size on one kind of device.
-
-    Each tensor is drawn whole, in blocks with seeds of their own, and rounded to the geometry's
-    dtype, so that an fp32 model has the values of the bf16 one.
-    """
+    """Fill with weights of the same full model at every rank and size on one kind of device, and in
+    fp32 as in bf16."""
     needed, parameters = allocate(model, tensors, weights.drawn())
     for piece in needed.values():
         for first, block in drawn(piece, model.geometry, seed, model.device):
@@ -46,9 +43,8 @@ def _draw(piece: Piece, geometry: Geometry, normal: Tensor) -> Tensor:
     """Scale normal values to a model that is not chaotic: attention logits of std 1, and a lasting
     residual.
 
-    A layer multiplies a relative error by sqrt(c^2 + J^2 (1 - c^2)), c the layer scalar and J ~ 1.6
-    the gain of a random branch: 10^8 over sixty layers at c = 0.6, so bf16 and fp32 agree in no
-    token; 60 at 0.95.
+    A layer multiplies a relative error by sqrt(c^2 + J^2 (1 - c^2)), c the layer scalar and J ~
+    1.6: 10^8 over sixty layers at c = 0.6, so bf16 and fp32 agree in no token; 60 at 0.95.
     """
     if piece.tensor.draw is not None:
         return piece.tensor.draw(normal, piece.fan_in)

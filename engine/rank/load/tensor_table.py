@@ -16,13 +16,12 @@ Kind = Literal["matrix", "embedding", "ple_table", "unpacked", "norm", "head_nor
 
 @dataclass(frozen=True)
 class Rule:
-    """A checkpoint tensor and where it goes. name: after the model's prefix, which the head lacks;
-    {i} is the layer, {e} the expert.
+    """A checkpoint tensor and where it goes. name: after the model's prefix; {i} is the layer, {e}
+    the expert.
 
     shape: names of axes; part: the rank's share and place in a merged parameter (`slices`); kind:
-    how it is drawn at random (`random_fill`). Parameters of matrices and tables are `Weight`s.
-    present, or a size of 0: a layer may lack it. fused: only where a layer's experts are one tensor
-    (True), or one each (False).
+    how it is drawn at random (`random_fill`). present, or a size of 0: a layer may lack it. fused:
+    only where a layer's experts are one tensor (True), or one each.
     """
 
     name: str

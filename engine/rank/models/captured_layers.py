@@ -1,7 +1,4 @@
-"""A vision tower's layers in CUDA graphs, for few pictures, where launches would dominate.
-
-    rows of pictures --copied--> fixed addresses, padded to one of SIZES --> graphs of LAYERS layers in sequence --> rows
-"""
+"""A vision tower's layers in CUDA graphs, for few pictures, where launches would dominate."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,14 +1,10 @@
 """Encodes media into soft tokens, which replace embeddings in the forward.
 
-    data of a plan's items --encoders--> rows, of all in one batch --> held by slot until a chunk has passed the item's end
-                                  cache: rows by digest               each rank encodes a share of them, and gets all rows
-
     encoders' stream   | layer | layer | ... | layer |           a piece is launched between steps, once the previous one has ended
     the steps' stream  step   step   step   step     | gather | step with the rows
 
-Rows are gathered, kept and read on the steps' stream in plan order, after an event of the encoders.
-A slot's outputs live until its next admission; a preempted sequence encodes again, or hits the
-cache.
+Each rank encodes a share of a plan's items and gets all rows. A slot's outputs live until its next
+admission; a preempted sequence encodes again, or hits the cache.
 """
 
 from collections import Counter, defaultdict

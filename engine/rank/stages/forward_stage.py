@@ -1,8 +1,5 @@
-"""The forward of a step: apply the plan, make the batch, run the model.
-
-Plans are padded to `engine.step_shapes`, so a graph can hold them; `ForwardStage.eager` runs those
-with many prompt tokens, or with prompt logprobs.
-"""
+"""The forward of a step: apply the plan, make the batch, run the model, padded or (`eager`)
+unpadded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
