@@ -3,7 +3,7 @@
     step n's tokens committed --> consumed --> masks of step n + 1, whose forward runs meanwhile --> sent, all of a step at once
 
 A row has a mask for its next token and one after each draft token. A missing mask (the grammar
-forbids the draft, or time is up) ends the row. engine/core/README.md has the exceptions.
+forbids the draft, or time is up) ends the row. engine/README.md has the exceptions.
 """
 
 from array import array

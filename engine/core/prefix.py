@@ -5,8 +5,8 @@
       prompt      +-- B                                                           only the window before it
 
 A page's key is sha256(key of the page before, its token ids, its media items), so equal keys mean
-equal prefixes. A sequence can start where a segment ends with a tail. engine/core/README.md tells
-where tails are left, and what is evicted.
+equal prefixes. A sequence can start where a segment ends with a tail. engine/README.md tells
+where tails are left, engine/core/README.md what is evicted.
 """
 
 import random

@@ -19,15 +19,15 @@ MEASURES = (*BANNED, *RATES)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # In the order of MEASURES; those of RATES per 1 000 lines.
 ALLOWED: dict[str, tuple[int, ...]] = {
-    "engine/core": (0, 0, 0, 0, 0, 0, 0, 2313, 21, 26),
-    "engine/rank": (0, 0, 0, 0, 0, 0, 0, 2083, 28, 27),
-    "engine/front": (0, 0, 0, 0, 0, 0, 0, 1558, 15, 48),
-    "engine": (0, 0, 0, 0, 0, 0, 0, 2519, 8, 28),
-    "kernels": (0, 0, 0, 0, 0, 0, 0, 2198, 49, 27),
-    "cluster": (0, 0, 0, 0, 0, 0, 0, 1898, 4, 35),
-    "deploy/edge": (0, 0, 0, 0, 0, 0, 0, 1479, 4, 32),
-    "deploy": (0, 0, 0, 0, 0, 0, 0, 1299, 3, 32),
-    "dashboards": (0, 0, 0, 0, 0, 0, 0, 1048, 4, 19),
+    "engine/core": (0, 0, 0, 0, 0, 0, 0, 1886, 21, 26),
+    "engine/rank": (0, 0, 0, 0, 0, 0, 0, 1833, 28, 27),
+    "engine/front": (0, 0, 0, 0, 0, 0, 0, 1420, 15, 48),
+    "engine": (0, 0, 0, 0, 0, 0, 0, 2019, 8, 28),
+    "kernels": (0, 0, 0, 0, 0, 0, 0, 1931, 49, 27),
+    "cluster": (0, 0, 0, 0, 0, 0, 0, 1654, 4, 35),
+    "deploy/edge": (0, 0, 0, 0, 0, 0, 0, 1270, 4, 32),
+    "deploy": (0, 0, 0, 0, 0, 0, 0, 1195, 3, 32),
+    "dashboards": (0, 0, 0, 0, 0, 0, 0, 884, 4, 19),
     "docs": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
 }
 
