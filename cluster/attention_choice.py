@@ -17,10 +17,8 @@ _OLDEST_WITH_FP8 = (8, 9)
 
 
 class AttentionChoice(NamedTuple):
-    """The backends, why, and what would change the choice ("": nothing would).
-
-    fallbacks: parts that failed a rank's self-check, a sentence each
-    """
+    """The backends, why, and what would change the choice. fallbacks: parts that failed a
+    self-check, a sentence each"""
 
     decode: AttentionName
     extend: AttentionName
@@ -47,7 +45,6 @@ def attention_here(config: EngineConfig) -> AttentionChoice:
 
 
 def choose_attention(config: EngineConfig, architecture: ComputeCapability | None, flashinfer: FlashInferFiles) -> AttentionChoice:
-    """`architecture`: the GPUs' compute capability, None on the CPU."""
     platform = Platform(
         architecture, flashinfer, config.dtype, config.flashinfer_download, config.widest > 1, config.kv_dtype
     )
@@ -83,7 +80,7 @@ def _check(kind: RowKind, entry: BackendEntry, platform: Platform) -> None:
 
 
 def _default(kind: RowKind, platform: Platform, passed: list[Obstacle]) -> BackendEntry:
-    """The last backend without obstacles; adds those of later ones to `passed`."""
+    """The last backend without obstacles; adds later ones' to `passed`."""
     for entry in reversed(BACKENDS.values()):
         if entry.device == platform.device:
             obstacles = list(entry.obstacles(kind, platform))

@@ -78,7 +78,7 @@ class Child:
             self.lifeline.send(message)
 
     def receive(self, timeout_s: float = 1.0) -> BootMessage | None:
-        """The next boot message, within `timeout_s` of the first byte; None at the end of its
+        """The next boot message, within `timeout_s` of its first byte; None at the end of its
         lifeline."""
         self.lifeline.sock.settimeout(timeout_s)
         message = self.lifeline.receive()
@@ -87,7 +87,6 @@ class Child:
         return message
 
     def exit_status(self) -> ExitStatus | None:
-        """How it ended, or its error; None while it runs without error."""
         code = self.process.poll()
         if self.lifeline.sock.fileno() >= 0:  # messages that it may have sent before it ended, up to an error
             with contextlib.suppress(BlockingIOError):
@@ -119,8 +118,7 @@ def child_command(args: BootArgs) -> list[str]:
 
 
 def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], device: str, command: Command) -> Child:
-    """Start a child, which ends with the calling thread. `lifeline` is our end; it inherits
-    `descriptors`."""
+    """Start a child, which ends with the calling thread and inherits `descriptors`."""
     process = subprocess.Popen(
         command(args),
         stdin=subprocess.DEVNULL,
@@ -132,10 +130,8 @@ def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], d
 
 
 def environment(inherited: dict[str, str], device: str) -> dict[str, str]:
-    """A child's environment: our packages, loopback for peers, and on CPU no GPU and one thread.
-
-    GPUs are numbered as in NVML, as `cluster.capability` examined them.
-    """
+    """A child's environment: our packages, loopback for peers, NVML's order of GPUs; on CPU no GPU
+    and one thread."""
     usual = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **_KEEP_MEMORY} if device == "cpu" else {}
     kept = {name: value for name, value in inherited.items() if name != "PYTHONBREAKPOINT"}  # Ray's would wait for a debugger

@@ -9,7 +9,6 @@ from engine.front.client import EngineClient
 
 
 def read_gauges(group: Group, front: EngineClient) -> ScrapeGauges:
-    """Figures of the ranks and, last, the core; from any thread."""
     statuses = group.status()
     stalled_s = stalls(statuses, Observation(time.monotonic_ns(), waiting=front.waiting_since))
     names = [*map(str, range(len(statuses) - 1)), "core"]

@@ -120,7 +120,7 @@ class Group:
             logger.info("%s ready (pid %d) %s", child.name, child.process.pid, message.note)
 
     def status(self) -> list[RankStatus]:
-        """Records of the ranks and, last, the core; after the end, the last ones."""
+        """Records of the ranks and, last, the core, kept after the end."""
         if self._last is not None:  # without the lock: `kill` holds it while it waits
             return self._last
         with self._lock:
@@ -134,7 +134,6 @@ class Group:
         return [child.process.poll() is None for child in self.children]
 
     def exits(self) -> list[ExitStatus | None]:
-        """How children ended, or their errors; None for those that run without error."""
         with self._lock:
             return [child.exit_status() for child in self.children]
 
@@ -159,13 +158,12 @@ class Group:
 
 
 def spin_polls(tp: int, cores: int) -> int:
-    """Polls of a ring reader before it sleeps: 0 if ranks, core and replica outnumber the cores."""
+    """Polls of a ring reader before it sleeps: 0 if processes outnumber the cores."""
     return 0 if tp + 2 > cores else SPIN_POLLS
 
 
 @contextlib.contextmanager
 def _shared(config: EngineConfig) -> Iterator[Mapping[str, int]]:
-    """Descriptors of shared memory by purpose, closed here once inherited."""
     tp, vocabulary = config.tp, config.geometry.vocab
     sizes = {
         "plan": ring_bytes(tp),

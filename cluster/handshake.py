@@ -35,7 +35,6 @@ class Handshake:
             child.send(message)
 
     def gather(self, children: Sequence[Child], kind: type[M]) -> list[M]:
-        """One message of `kind` from each of `children`, in that order."""
         answers: dict[Child, M] = {}
         while len(answers) < len(children):
             for child in self._readable([child.name for child in children if child not in answers], kind.__name__):
@@ -46,8 +45,7 @@ class Handshake:
         return [answers[child] for child in children]
 
     def _readable(self, missing: list[str], awaited: str) -> list[Child]:
-        """Wait for children that have sent something. EngineDead at the deadline, or if a child has
-        ended."""
+        """EngineDead at the deadline, or if a child has ended."""
         ready = wait(self._sources, max(0.0, self._deadline - time.monotonic()))
         if not ready:
             raise EngineDead(f"boot took longer than boot_timeout_s, {self._timeout_s:g} s: no {awaited} from {', '.join(missing)}")

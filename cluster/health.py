@@ -33,8 +33,6 @@ Cause = Literal["killed", "failed", "unscheduled", "rank_stalled", "core_stalled
 
 @dataclass(frozen=True)
 class Death:
-    """A cause for metrics, and a sentence for the log."""
-
     cause: Cause
     sentence: str
 
@@ -78,7 +76,7 @@ def stalls(statuses: Statuses, moment: Observation) -> list[float]:
 
 
 def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observation) -> float:
-    """From the rank's own progress if it has begun a due step, else from the rank's or the core's."""
+    """From the rank's own progress if it has begun a due step, else also from the core's."""
     if rank.finished >= due:
         return 0.0
     due_since = 0 if rank.launched > rank.finished else core.progress_ns
@@ -86,8 +84,7 @@ def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observat
 
 
 def _diverged(statuses: Statuses) -> Death | None:
-    """Compare the last steps that all ranks have finished; names the ranks with the rarest state
-    first."""
+    """Compare the last common step; names the ranks with the rarest state first."""
     ranks = statuses[:-1]
     for step in sorted(set.intersection(*(set(rank.hashes) for rank in ranks))):
         holders: dict[int, list[int]] = {}
@@ -109,7 +106,7 @@ def _unscheduled(statuses: Statuses, moment: Observation, bound_s: float) -> Dea
 
 
 def _stalled(statuses: Statuses, stalled_s: Sequence[float], bound_s: float) -> Death | None:
-    """Blame ranks before the core, and those with the fewest steps: others may only wait for them."""
+    """Blame ranks before the core, and those with the fewest steps."""
     *ranks, core = statuses
     if (age := max(stalled_s[:-1])) > bound_s:
         progress = [(rank.finished, rank.launched) for rank in ranks]

@@ -94,7 +94,6 @@ class ReplicaRegistry(Collector):
                 self._retire(target.replica, cause)
 
     def _note(self, target: ScrapeTarget, counts: Counts) -> bool:
-        """Keep a replica's counts; False if it has deregistered."""
         before = self._members.get(target.replica) or self._gone.get(target.replica)
         if isinstance(before, _Departed) and not before.vanished:
             return False
@@ -136,7 +135,6 @@ class ReplicaRegistry(Collector):
             del self._gone[next(iter(self._gone))]
 
     def left_applications(self) -> set[str]:
-        """The applications that had replicas, once no replica is left; else empty."""
         with self._lock:
             return set() if self._members else {application for application, _ in self._retired}
 

@@ -41,8 +41,7 @@ STEP_TOKENS_BUCKETS = (1, *(1 << power for power in range(3, 15)))
 
 
 class Metric(NamedTuple):
-    """One row. `name` is what queries use: counters end in `_total`, histograms get `_bucket`,
-    `_sum`, `_count`."""
+    """One row. `name` is what queries use, without a histogram's `_bucket`."""
 
     name: str
     help: str

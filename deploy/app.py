@@ -88,7 +88,6 @@ def deployment_options(settings: Settings) -> ServeConfig:
 
 
 def read_text(folder: Path, template: Path | None) -> tuple[TextProcessor, GrammarCheck]:
-    """Load the tokenizer and template, and start the process that compiles grammars."""
     text = TextProcessor.load(folder, template)
     pool = SidePool("deploy.edge.grammar_process", str(folder.absolute()))
     pool.start()
@@ -202,7 +201,6 @@ class Quartet:
         return self._demand.figures()
 
     def _died(self, death: Death) -> None:
-        """Tell every stream that the group is gone, then exit."""
         if self._closing:
             return
         self._closing = True

@@ -87,7 +87,6 @@ def for_ray_start(*, head: bool) -> dict[str, str]:
 
 
 def guard(models: Mapping[str, Settings], host: str) -> dict[str, str]:
-    """For the guard around Serve and HAProxy, with the API at `host`. `models`: by route prefix."""
     settings = models["/"]
     keys = settings.keys
     names = [ServedName(name, prefix, model.max_len) for prefix, model in models.items() for name in model.served]
@@ -111,7 +110,6 @@ def missing(environ: Mapping[str, str], settings: Settings) -> list[str]:
 
 
 def haproxy_paths() -> dict[str, str]:
-    """What makes Serve start HAProxy by deploy/haproxy.sh; empty without HAProxy."""
     binary = haproxy_binary()
     if not binary:
         return {}

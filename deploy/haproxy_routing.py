@@ -55,7 +55,6 @@ def _wait(routing: dict[str, Any], unless: str = "") -> str:
 
 
 def _model_lines(routing: dict[str, Any]) -> list[str]:
-    """Prepend the route prefix of the model's application to the path."""
     others = [served for served in routing["names"] if served["prefix"] != "/"]
     if not others:
         return []

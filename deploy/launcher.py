@@ -95,8 +95,7 @@ class Launch:
         return f"http://{'127.0.0.1' if host in WILDCARDS else url_host(host)}:{port}"
 
     def check(self) -> EngineConfig:
-        """Check ports, log folder, keys, GPUs and attention before Ray is up; returns the group's
-        settings. ConfigError."""
+        """Check ports, logs, keys, GPUs and attention before Ray is up. ConfigError."""
         _sweep()
         self._ports.keep_api(*self.address)
         check_host(self.address[0])
@@ -174,7 +173,6 @@ class Launch:
         self._mark("Serve")
 
     def _wait_running(self) -> None:
-        """Wait until every application runs. EngineDead with Serve's reason."""
         from ray import serve
 
         while True:
@@ -253,8 +251,8 @@ class Launch:
 
 
 def interrupt(_number: int, _frame: object) -> NoReturn:
-    """Signal handler: raise KeyboardInterrupt, the only one that Ray's calls let through,
-    repeatedly, as Python drops those raised in finalizers and fork hooks."""
+    """Raise KeyboardInterrupt, the only one that Ray's calls let through, repeatedly, as Python
+    drops those raised in finalizers."""
     signal.setitimer(signal.ITIMER_REAL, _CUT_S)
     raise KeyboardInterrupt
 
@@ -318,7 +316,6 @@ def last_error(text: str) -> str:
 
 
 def _all_routed() -> bool:
-    """Whether HAProxy, if there is one, routes every application to replicas."""
     from ray import serve
 
     if (admins := environment.haproxy_sockets(os.environ)) is None:

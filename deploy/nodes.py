@@ -25,7 +25,6 @@ def check_nodes(settings: Settings, gpus: Sequence[int]) -> None:
 
 
 def check_host_of_nodes(host: str, nodes: int) -> None:
-    """ConfigError if replicas of several nodes would listen on loopback."""
     if url_host(host) in LOOPBACK_NAMES:
         raise ConfigError(
             f"http_options.host: {host}: this cluster has {nodes} nodes, and a replica on loopback is reached from its own alone: "

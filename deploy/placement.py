@@ -17,13 +17,11 @@ T = TypeVar("T")
 
 
 def place(settings: Settings) -> EngineConfig:
-    """The engine's settings, with resolved model and device. ConfigError."""
     return configure(settings, resolve(settings.model, settings.revision), resolve, has_gpus=bool(probe().gpus))
 
 
 def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path], *, has_gpus: bool) -> EngineConfig:
-    """The engine's settings for the model in `folder`. `drafter_of`: from the assistant's name to
-    its folder."""
+    """`drafter_of`: from the assistant's name to its folder."""
     for name in settings.names:
         if name in settings.adapters:
             raise ConfigError(f"adapters.{name}: clients call the model itself so")

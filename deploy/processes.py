@@ -65,7 +65,6 @@ def _stat(pid: int) -> list[str]:
 
 
 def _read(pid: int, file: str) -> bytes:
-    """A file of the process; empty after its end."""
     try:
         return Path(f"/proc/{pid}/{file}").read_bytes()
     except OSError:

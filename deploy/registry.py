@@ -29,8 +29,7 @@ logger = logging.getLogger("ray.serve")
 
 
 class Discovery(ReplicaRegistry):
-    """The actor: the registry and its HTTP endpoint. `end` is called once no replica and no
-    application is left."""
+    """The actor. `end` is called once no replica and no application is left."""
 
     def __init__(self, host: str, port: int, end: Callable[[], None] | None = None) -> None:
         super().__init__()
@@ -89,8 +88,7 @@ class RayRegistryClient:
 class HeartbeatSender:
     """Reports once a second, from its own thread, that the replica lives, with its counts.
 
-    Failures are logged once and retried; they never affect serving. `on_url` gets the list's
-    address.
+    Failures are logged once and retried. `on_url` gets the list's address.
     """
 
     registry: RayRegistryClient
@@ -119,8 +117,7 @@ class HeartbeatSender:
                 return
 
     def deregister(self, cause: str | None) -> None:
-        """Send the cause of the end (None: orderly) and the last counts, once. Blocks for at most
-        half a second."""
+        """Blocks for at most half a second. `cause` None: orderly."""
         if self._over.is_set():
             return
         self._over.set()

@@ -62,6 +62,5 @@ def routing_of(settings: ConversationSettings, slots: int, body_timeout_s: float
 
 
 def served_names(environ: Mapping[str, str]) -> tuple[ServedName, ...]:
-    """Names of the cluster's models; empty if Ray was started without them."""
     told = environ.get(ROUTING_VARIABLE)
     return msgspec.json.decode(told, type=Routing).names if told else ()

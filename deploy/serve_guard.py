@@ -22,7 +22,7 @@ def outermost() -> list[Any]:
 
 
 def routes() -> dict[str, bool]:
-    """Whether a deployment of each application, by prefix, has lost its replicas; empty while the
+    """Whether each application, by prefix, has a deployment without replicas; empty while the
     controller does not answer."""
     try:
         applications = ray_private.serve_details()["applications"].values()
@@ -32,5 +32,4 @@ def routes() -> dict[str, bool]:
 
 
 def is_lost(deployment: dict[str, Any]) -> bool:
-    """By Serve's names of a deployment's status and replica states."""
     return deployment["status"] in _LOST and all(replica["state"] != "RUNNING" for replica in deployment["replicas"])

@@ -198,7 +198,6 @@ def _value(kind: Any, given: Any, key: str, wrong: list[str]) -> Any:
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
-    """The allowed words of a setting; empty if it may be anything else."""
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
     return tuple(choice for inner in get_args(kind) for choice in _choices(inner))
@@ -254,7 +253,6 @@ def http_address(config: ServeConfig) -> tuple[str, int]:
 
 
 def deployments(config: ServeConfig) -> Iterator[tuple[str, ServeConfig]]:
-    """Options of each deployment, with their path of keys."""
     for number, app in enumerate(config["applications"]):
         for index, options in enumerate(app.get("deployments") or ()):
             yield f"applications.{number}.deployments.{index}", options

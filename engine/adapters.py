@@ -104,7 +104,6 @@ def read_adapter(name: str, folder: Path) -> AdapterConfig:
 
 
 def _refused(given: Mapping[str, Any], peft: _PeftConfig) -> list[str]:
-    """What the config asks for beyond low-rank products of matrices."""
     refused = [f"{key}" for key, value in given.items() if value and key not in _NEUTRAL]
     if peft.bias != "none":
         refused.append(f"bias {peft.bias!r:.40}")

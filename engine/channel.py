@@ -58,7 +58,6 @@ def ring_bytes(readers: int, capacity: int = RING_BYTES) -> int:
 
 
 def capacity_for(record: int) -> int:
-    """Data bytes of a ring for payloads of up to `record` bytes."""
     return 2 * (_RECORD.size + -(-record // 8) * 8)
 
 
@@ -75,7 +74,6 @@ class Waiter:
         self._polls = 0
 
     def wait(self) -> None:
-        """Spin or sleep once, after an unsuccessful poll."""
         self._polls += 1
         silent = self._polls - self._spin
         if silent > 0:

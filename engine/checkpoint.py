@@ -33,7 +33,6 @@ def read_optional(path: Path) -> JsonObject:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """The index of the folder's shards: tensor name -> shard; empty if absent."""
     path = folder / INDEX
     if not os.path.lexists(path):
         return {}
@@ -70,8 +69,6 @@ def tensor_names(folder: Path) -> Iterable[str]:
 
 
 class GenerationDefaults(TypedDict, total=False):
-    """The keys of generation_config.json that are read, apart from token ids."""
-
     do_sample: bool | None
     temperature: Annotated[float, msgspec.Meta(ge=0)] | None
     top_k: int | None

@@ -149,7 +149,6 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dic
 
     @cached_property
     def media(self) -> MediaGeometries:
-        """Encoders by media kind; empty for the text model alone."""
         return {} if self.language_model_only else self.architecture.encoders(Path(self.model))
 
     @property

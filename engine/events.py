@@ -51,8 +51,8 @@ class FirstToken(EventRecord):
 
 
 class Tokens(EventRecord):
-    """`count` tokens arrived in one message, first ones included. `token_gaps_s`: of each later
-    one, the time since the previous, divided by its tokens."""
+    """`token_gaps_s`: of each output after a request's first, the time since the previous, divided
+    by its tokens."""
 
     count: int
     token_gaps_s: list[float]
@@ -80,8 +80,6 @@ class KeyDecision(EventRecord):
 
 
 class KeyTokens(EventRecord):
-    """Tokens of prompt and answers of a holder's ended request."""
-
     key: str
     count: int
 
@@ -109,11 +107,8 @@ class EngineFailed(EventRecord):
 
 
 class ProcessFigures(EventRecord):
-    """One process now; `rank` is a number or `core`.
-
-    stall_s: time that it has owed a step. busy_s: device time of the last step, idle_s: idle time
-    before it. late_compilations: kernels compiled while serving. encoder_s: in encoders since boot.
-    """
+    """stall_s: time that it has owed a step. busy_s: device time of the last step, idle_s: idle
+    time before it. encoder_s: since boot."""
 
     rank: str
     up: bool

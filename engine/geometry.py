@@ -61,8 +61,6 @@ class Rope:
 
 @dataclass(frozen=True)
 class Moe:
-    """Experts, in addition to the dense MLP of every layer."""
-
     experts: int
     top_k: int
     intermediate: int
@@ -146,7 +144,6 @@ class KVGroup:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over the group's layers, K and V, one rank."""
         return len(self.layers) * 2 * self.kv_heads * self.page * self.head_dim * ITEMSIZE[self.dtype]
 
     def pages_for(self, start: int, end: int) -> range:
@@ -219,8 +216,7 @@ def read_geometry(folder: Path) -> Geometry:
 
 
 def read_section(folder: Path, name: str, implemented: Implemented, make: Callable[[JsonObject, Geometry], T]) -> T | None:
-    """What `make` returns for a section of config.json and the text model, or None without the
-    section. CheckpointError names the key."""
+    """None without the section. CheckpointError names the key."""
     path = folder / "config.json"
     section = read_json(path).get(name)
     if not section:
@@ -233,7 +229,6 @@ def read_section(folder: Path, name: str, implemented: Implemented, make: Callab
 
 
 def parse_config(config: JsonObject, source: str = "config.json") -> Geometry:
-    """The geometry of a raw config (outer, or only the text part)."""
     text = config.get("text_config", config)
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
@@ -346,7 +341,7 @@ def _kinds(names: list[str], count: int) -> list[LayerKind]:
 
 
 def _heads(text: JsonObject, kind: LayerKind, override: JsonObject) -> tuple[int, int]:
-    """(head_dim, kv heads) of a layer; the global KV-head count applies only with attention_k_eq_v."""
+    """(head_dim, kv heads); the global KV-head count applies only with attention_k_eq_v."""
     head_dim: int = text.get("head_dim", _HEAD_DIM)
     kv_heads: int = text["num_key_value_heads"]
     if kind == "full":

@@ -125,7 +125,6 @@ class KvPublisher:
             raise ConfigError(f"kv_events.endpoint: {endpoint} cannot be bound: {error}") from error
 
     def publish(self) -> None:
-        """Send the new events as one message; never waits."""
         if events := self._events.take():
             batch = msgspec.msgpack.encode((time.time(), events, 0))
             self._socket.send_multipart((self._topic, self._sent.to_bytes(8, "big"), batch))

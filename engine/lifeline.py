@@ -101,15 +101,14 @@ def slowest(measured: Sequence[StepTimes]) -> StepTimes:
 
 
 def _greatest(figures: Sequence[Any]) -> Any:
-    """The greatest number, or the tuple of the greatest at each place."""
     if isinstance(figures[0], tuple):
         return tuple(map(_greatest, zip(*figures, strict=True)))
     return max(figures)
 
 
 class Ready(TaggedMessage):
-    """child -> replica: ready for the first plan. `note`: for the log; `step_times`: if measured;
-    `fallbacks`: a sentence for each."""
+    """child -> replica: ready for the first plan. `note`: for the log; `fallbacks`: a sentence for
+    each."""
 
     note: str = ""
     step_times: StepTimes | None = None
@@ -177,7 +176,6 @@ class Lifeline:
         self._boot.send(message)
 
     def receive(self, kind: type[M]) -> M:
-        """Wait for the replica's next message, of this kind."""
         message = self._boot.receive()
         if message is None:
             os._exit(0)

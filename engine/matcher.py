@@ -57,7 +57,6 @@ _MASK_THREADS = threads(8)
 
 @contextmanager
 def compile_stack(size: int = COMPILE_STACK_BYTES) -> Iterator[None]:
-    """Give threads that start inside a stack of `size` bytes."""
     before = threading.stack_size(size)
     try:
         yield
@@ -89,8 +88,8 @@ class Vocabulary:
         return cls(Pieces.of(read_tokenizer(folder)), read_eos(folder), read_model(folder).vocab)
 
     def complaint(self, grammar: str) -> str | None:
-        """Why the grammar cannot be kept, or None: replies of random tokens, with less fuel than
-        the core gives, met no error. Costs `matcher` and some 300 masks."""
+        """None: replies of random tokens, with less fuel than the core gives, met no error. Costs
+        some 300 masks."""
         try:
             first = self._matcher(grammar, _CHECK_LIMITS)
             walked = 0
@@ -108,8 +107,8 @@ class Vocabulary:
         return Matcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits), self.size)
 
     def _walk(self, matcher: "Matcher", rng: random.Random) -> int:
-        """Feed random allowed tokens, half of them ending something; returns their number.
-        GenerationFailed: none is allowed."""
+        """Half of the tokens end something; returns their number. GenerationFailed: none is
+        allowed."""
         for count in range(_WALK_TOKENS):
             allowed = matcher.mask()
             closers = allowed & self._closers
@@ -119,8 +118,8 @@ class Vocabulary:
         return _WALK_TOKENS
 
     def masks(self, matchers: Sequence["Matcher"], drafts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Each matcher's masks as in `engine.step_masks`, int32 [n, words]: of the next token, and
-        after drafts as far as possible; several threads make many."""
+        """Each matcher's masks as in `engine.step_masks`, int32 [n, words]; several threads make
+        many."""
         ends = list(accumulate(1 + len(drafted) for drafted in drafts))
         bits = np.split(np.zeros((ends[-1], mask_words(self.size)), np.int32), ends[:-1])
         step = max(1, min(_MASK_THREADS, len(matchers), ends[-1] // _MASKS_A_THREAD))
@@ -133,8 +132,8 @@ class Vocabulary:
 
 
 def _fill(matchers: Sequence["Matcher"], drafts: Sequence[Sequence[int]], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Fill each matcher's next-token mask, then masks after its drafted tokens until the time
-    budget ends; return the filled rows."""
+    """Next-token masks first, then masks after drafted tokens until the time budget ends; returns
+    the filled rows."""
     for matcher, bits in zip(matchers, masks, strict=True):
         matcher.fill(bits[0])
     until = time.thread_time() + _AHEAD_S
@@ -173,7 +172,7 @@ class Matcher:
 
     def fill_ahead(self, drafts: Sequence[int], masks: np.ndarray, until: float) -> int:
         """Write masks after each draft, int32 [1 + drafts, words], the first given; returns their
-        number. Stops at a forbidden or ending draft, an error, or the CPU time `until`."""
+        number. Stops at a forbidden draft or the CPU time `until`."""
         ahead = self.inner.deep_copy()
         for count, token in enumerate(drafts, 1):
             if ahead.is_stopped() or not allows(masks[count - 1], token) or time.thread_time() > until:

@@ -24,8 +24,8 @@ ENCODER_CACHE_BYTES = 256 << 20  # of encoders' outputs that a rank keeps
 
 
 def kv_budget(config: EngineConfig, total: int, used: int) -> int:
-    """Bytes for all pools of a rank: a part of CPU_BYTES on a CPU; on a GPU, with `used` of `total`
-    bytes taken, what `memory_fraction` leaves without `reserved_bytes`, perhaps below zero."""
+    """A part of CPU_BYTES on a CPU; on a GPU, with `used` of `total` bytes taken, what
+    `memory_fraction` leaves without `reserved_bytes`, perhaps below zero."""
     if config.device == "cpu":
         return CPU_BYTES // config.tp
     return int(total * config.memory_fraction) - used - reserved_bytes(config)
@@ -41,8 +41,8 @@ def reserved_bytes(config: EngineConfig) -> int:
 
 
 def inbox_rows(config: EngineConfig, geometry: Geometry) -> int:
-    """Most rows of a step that are summed over inboxes: all decode rows, and prompts' where ranks
-    keep the residual of own rows only."""
+    """Most rows of a step that are summed over inboxes: all decode rows, and prompts' with sequence
+    parallelism."""
     own = sequence_rows(config, geometry)
     most = min(own.start, own.stop) - 1 if own.stop else buckets(config.max_seqs)[-1] * config.widest
     return min(most, INBOX_BYTES // _inbox_row_bytes(config, geometry))
@@ -53,7 +53,7 @@ def _inbox_row_bytes(config: EngineConfig, geometry: Geometry) -> int:
 
 
 def exchange_bytes(config: EngineConfig, geometry: Geometry) -> int:
-    """Returns the bytes of what ranks write into each other's memory, as `AllReduceInbox.bytes` and `SequenceParallel.bytes` do."""
+    """As `AllReduceInbox.bytes` and `SequenceParallel.bytes`."""
     if config.tp == 1:
         return 0
     rows = sequence_rows(config, geometry)
@@ -63,7 +63,7 @@ def exchange_bytes(config: EngineConfig, geometry: Geometry) -> int:
 
 def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
     """Peak bytes of a soft token in an encoder: in an MLP, in pixel conversion, or in audio
-    attention, whose rows copy their keys and values in fp32."""
+    attention, in fp32."""
     if isinstance(encoder, AudioGeometry):
         return 4 * encoder.features * (encoder.unified or 4) + 4 * encoder.hidden * (3 * encoder.reach + 8) * (not encoder.unified)
     width = 4 * (encoder.hidden + encoder.layers[0].intermediate) * itemsize + 8 * encoder.hidden
@@ -71,8 +71,8 @@ def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
 
 
 def sampling_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
-    """Bytes for sampling: `adjustment_bytes`; three copies of a step's logits, `width` rows a
-    sequence (captured steps, eager ones, and the originals for logprobs); PIECES of logits."""
+    """`adjustment_bytes`; three copies of a step's logits, `width` rows a sequence (captured,
+    eager, and originals for logprobs); PIECES of logits."""
     logits = 4 * buckets(max_seqs)[-1] * width * vocab_share(vocab, tp)
     return adjustment_bytes(max_seqs, vocab, tp, width) + 3 * logits + 4 * PIECES * PIECE_LOGITS
 
@@ -103,8 +103,8 @@ def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
 
 
 def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int]) -> int:
-    """Tokens of the longest sequence that the pools hold alone. Full attention decides, as a
-    sliding pool holds a window. The last token needs no page."""
+    """Tokens of the longest sequence that the pools hold alone. Full attention decides. The last
+    token needs no page."""
     return (pages[-1] - 1) * groups[-1].page + 1
 
 
@@ -142,6 +142,5 @@ def _sliding_pages(group: KVGroup, config: EngineConfig) -> int:
 
 
 def _window_pages(group: KVGroup) -> int:
-    """Pages of the window at a cached prefix's end."""
     assert group.window is not None
     return -(-(group.window - 1) // group.page)

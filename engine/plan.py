@@ -94,11 +94,8 @@ class Admission(NamedTuple):
 
 
 class StepPlan(msgspec.Struct):
-    """One step for every rank.
-
-    `masked`: StepMasks limit the tokens of some rows. `drafts`: to make after each sequence's
-    token. `media`: of its encodes, sent apart (`engine.step_media`).
-    """
+    """`masked`: StepMasks limit the tokens of some rows. `drafts`: to make after each sequence's
+    token. `media`: sent apart (`engine.step_media`)."""
 
     step: int
     stop: bool = False
@@ -189,7 +186,6 @@ class StepResult(NamedTuple):
     took_us: int  # microseconds of rank 0's device, and idle before (`Launched`); 0: unknown
 
     def split(self, decode_rows: int) -> tuple[range, range]:
-        """Row indices of chunks, and of decode rows (`in_result_order`)."""
         first = len(self.table) - decode_rows
         return range(first), range(first, len(self.table))
 
@@ -219,8 +215,7 @@ def _packed(section: Section) -> bytes:
 
 
 def largest_plan(seqs: int, max_len: int, budget: int, page: int, groups: int, *, width: int) -> int:
-    """Upper bound of a plan's bytes: `seqs` sequences, rows of up to `width` positions, `budget`
-    prompt tokens, each perhaps a media item with a span."""
+    """Upper bound of a plan's bytes; each prompt token may be a media item with a span."""
     budget = max(budget, MAX_SPAN)
     admission = max_len + MAX_PARAMS + 4 * groups * (max_len // page + 1)
     held = most_appends(seqs, budget, page, groups, width)
@@ -229,14 +224,12 @@ def largest_plan(seqs: int, max_len: int, budget: int, page: int, groups: int, *
 
 
 def most_appends(seqs: int, budget: int, page: int, groups: int, width: int) -> int:
-    """Upper bound of appended pages for rows and chunks, one of which each sequence has; an
-    admission's are counted with it."""
+    """Upper bound of appended pages for rows and chunks; an admission's are counted with it."""
     return groups * (budget // page + seqs * -(-width // page))
 
 
 def largest_result(seqs: int, width: int) -> int:
-    """Upper bound of a result's bytes: `width` tokens and drafts for each of `seqs` sequences,
-    MAX_SCORED prompt tokens, all with logprobs."""
+    """Upper bound of a result's bytes, all tokens with logprobs."""
     tokens = width * (8 + _LOGPROBS_BYTES)
     rows = seqs * (4 * RESULT_HEAD + tokens + _LOGPROBS_ROW_BYTES + PROMPT_ROW_BYTES)
     return _RESULT.size + rows + MAX_SCORED * token_bytes(MAX_ALTERNATIVES)
@@ -276,7 +269,6 @@ def _ids(data: bytes) -> Sequence[int]:
 
 
 def _sent(params: SamplingParams) -> SamplingParams:
-    """The parameters that ranks read; the core makes masks."""
     return msgspec.structs.replace(params, max_tokens=0, grammar=None, thought=None)
 
 

@@ -35,7 +35,7 @@ AbortReason = enum.StrEnum("AbortReason", "client_gone stop_string deadline slow
 
 
 class Grammar(FrozenStruct, omit_defaults=True):
-    """The grammar of a reply, in `engine.matcher`'s form, checked at the edge.
+    """`text`: in `engine.matcher`'s form, checked at the edge.
 
     `trigger`: tokens are free until this id, and after what follows it is complete; None: the
     grammar covers the reply.
@@ -112,7 +112,6 @@ class MediaItem(FrozenStruct):
 
     @property
     def soft_tokens(self) -> int:
-        """Rows of the encoder, one a position of `runs`."""
         return sum(end - begin for begin, end in self.runs)
 
 
@@ -250,8 +249,6 @@ class PoolLoad(FrozenStruct):
 
 
 class DraftPosition(FrozenStruct):
-    """Drafts at one position that were verified, and accepted with all earlier ones."""
-
     position: int
     verified: int
     accepted: int

@@ -89,7 +89,6 @@ def _notes(settings: JsonObject, groups: Groups) -> Iterable[str]:
 
 
 def _format(folder: Path, scheme: str, setting: str) -> WeightFormat:
-    """The format of a scheme, if the setting allows it."""
     name, found = next(
         ((name, one) for name, formats in FORMATS.items() for one in formats if scheme in one.schemes), (None, PLAIN)
     )
@@ -115,7 +114,6 @@ def _has_experts(config: JsonObject) -> bool:
 
 
 def _schemes(settings: JsonObject) -> Iterable[tuple[tuple[str, ...], str]]:
-    """Targets and scheme name of each group of matrices."""
     method = str(settings.get("quant_method") or "an unnamed format")
     groups = settings.get("config_groups") or {}
     if method == "compressed-tensors":

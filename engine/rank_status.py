@@ -62,7 +62,6 @@ class StatusBlock:
         return RankStatus._make((*words[:7], hashes, encoder))
 
     def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int) -> None:
-        """Write that a step was launched or finished; main thread."""
         record = self._record(index)
         record[0] = launched
         record[2] = now_ns
@@ -70,7 +69,6 @@ class StatusBlock:
         record[1] = finished
 
     def device(self, index: int, busy_us: int, idle_us: int, late_compilations: int) -> None:
-        """Write how the device spent the last step; main thread."""
         record = self._record(index)
         record[4], record[5], record[6] = busy_us, idle_us, late_compilations
 

@@ -49,7 +49,6 @@ def masks_capacity(count: int, vocabulary: int) -> int:
 
 
 def encode_masks(step: int, masks: Mapping[int, np.ndarray], words: int) -> bytes:
-    """The bytes of masks int32 [n, words] by slot."""
     slots = np.array([slot for slot, bits in masks.items() for _ in bits], np.int32)
     return b"".join([_HEADER.pack(step, len(slots), words), slots.tobytes(), *(bits.tobytes() for bits in masks.values())])
 

@@ -47,7 +47,6 @@ class MediaReader:
         self.left.extend(_records(buffers))
 
     def advance(self) -> bool:
-        """Read a record of data; False if none has come, or all are read."""
         if not self.left or (record := self._ring.poll()) is None:
             return False
         self.left.popleft()[:] = record[1]

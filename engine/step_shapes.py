@@ -111,7 +111,6 @@ class StepShapes:
         return None
 
     def unpadded(self, has: StepSizes) -> StepSizes:
-        """Sizes of an unpadded step; its width is one that is precompiled."""
         return has._replace(width=next(width for width in mixed_widths(self.widths) if width >= has.width))
 
     @property

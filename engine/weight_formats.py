@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a stored matrix [..., m, n]."""
-
     name: str  # of the rank's parameter
     suffix: str = ""  # after the matrix's name in a checkpoint
     block: tuple[int, int] = (1, 1)  # rows and columns of the matrix for an element; 0: all of them
@@ -18,7 +16,6 @@ class StoredTensor(NamedTuple):
     draw: Callable[[Any, int], Any] | None = None  # makes a random one from normal values of its shape, and n; None: as the matrix
 
     def shape(self, matrix: tuple[int, ...]) -> tuple[int, ...]:
-        """The tensor's shape, for a matrix of shape `matrix`."""
         sizes = zip(matrix[-2:], self.block, strict=False)
         return (*matrix[:-2], *(-(-size // unit) if unit else 1 for size, unit in sizes))
 

@@ -117,7 +117,6 @@ def _counted(counts: Tensor, ids: list[int], first: int) -> Tensor:
 
 
 def _completing(tables: SlotAdjustments, slot: int, generated: list[int]) -> list[int]:
-    """The last id of each bad word whose other ids were just generated."""
     ends = tables.word_ends[slot].unique().tolist()
     ids = tables.bad_words[slot].tolist()
     words = [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]

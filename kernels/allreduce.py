@@ -106,5 +106,4 @@ class MappedCollectives:
 
 
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:
-    """Flat views of contiguous `x` that fit a slot each."""
     return x.view(-1).split(SLOT_BYTES // x.element_size()) if x.numel() else ()

@@ -95,7 +95,6 @@ def _has_small_top_k(integers, floats, slot):
 
 @triton.jit
 def scaled_logits(offset, live, capped, row, temperature, cap, CAP: constexpr):
-    """s of a row's logits at `offset`; -inf where not live or forbidden."""
     x = tl.load(offset, live, float("-inf"))
     scaled = over_temperature(x, capped, row, temperature, cap, CAP)
     return tl.where(x == float("-inf"), x, scaled)
@@ -164,9 +163,9 @@ def _candidates(
         index = tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.store(out + index * 2, x, kept)
         tl.store(out + index * 2 + 1, (first + entry).to(tl.float32), kept)
-        slot = tl.arange(0, SMALL)
-        tl.store(out + slot * 2, tl.full([SMALL], float("-inf"), tl.float32), slot >= COUNT)
-        tl.store(out + slot * 2 + 1, tl.full([SMALL], 0.0, tl.float32), slot >= COUNT)
+        place = tl.arange(0, SMALL)
+        tl.store(out + place * 2, tl.full([SMALL], float("-inf"), tl.float32), place >= COUNT)
+        tl.store(out + place * 2 + 1, tl.full([SMALL], 0.0, tl.float32), place >= COUNT)
 
 
 @triton.jit(do_not_specialize=["tokens_width"])

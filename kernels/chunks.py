@@ -113,7 +113,6 @@ def _chunk_inputs(
     HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, CHUNK: constexpr, WIDTH: constexpr, ROWS: constexpr, BLOCK: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
-    """ROWS rows; the first program also fills the list and the results."""
     trigger(PDL)
     wait(PDL)
     decodes, count = tl.load(plan + COUNTS), tl.load(plan + COUNTS + 1)

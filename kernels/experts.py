@@ -56,8 +56,6 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: M
 
 
 def _combined(parts: Tensor, position: Tensor | None, weights: Tensor, dense: PendingTensor) -> Tensor:
-    """parts [assignments, n], their places, weights [T, top_k] -> [T, 2 n]: dense's, the weighted
-    sums."""
     (rows, top_k), n = weights.shape, parts.shape[1]
     out, block = parts.new_empty(rows, 2 * n), min(1024, next_power_of_2(n))
     other = dense()
@@ -120,7 +118,6 @@ def adapted_experts(
 
 
 def _add(out: Tensor, x: Tensor, index: Tensor, experts: Tensor, adapters: ExpertAdapters | None) -> None:
-    """Add the adapters' products of assignments' rows x. index, experts: int32 of each."""
     if adapters is None:
         return
     pairs = torch.where(index < 0, index, experts * adapters.adapters + index)

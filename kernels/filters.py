@@ -100,7 +100,6 @@ def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
 
 
 def _filtering(batch: SamplingBatch, share: ScaledRows) -> tuple[Tensor, Tensor]:
-    """This rank's filtered rows, int64: by index in its share, and in the batch."""
     rows = torch.arange(len(batch.slots), device=batch.slots.device)[share.rank :: share.ranks]
     slots = batch.slots[rows].long()
     temperature, top_p, min_p = batch.parameters.floats[slots].unbind(1)

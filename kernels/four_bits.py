@@ -98,7 +98,6 @@ def _offsets(zero, row, group, inside, GROUPS: constexpr):
 
 @triton.jit
 def _spread(x, TIMES: constexpr):
-    """[n, g] -> [n, g TIMES], each column repeated."""
     wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], TIMES])
     return tl.reshape(wide, [x.shape[0], x.shape[1] * TIMES])
 

@@ -93,7 +93,6 @@ class AllReduceInbox(Inbox):
 
     @property
     def failed(self) -> bool:
-        """Whether a part did not come in time. Synchronises."""
         return bool(self.errors[0])
 
     @staticmethod
@@ -207,13 +206,11 @@ def row_warps(n: int, dtype: torch.dtype) -> int:
 
 @triton.jit
 def normed(x, weight, N: constexpr, eps, dtype: constexpr):
-    """rms_norm of one row, rounded to `dtype`; x fp32 with zeros after n."""
     return (x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def hidden(total, post, residual, scalar, scale, N: constexpr, eps, dtype: constexpr):
-    """h of one row from its sum, fp32 holding values of `dtype`."""
     if post is None:
         h = (total * scale).to(dtype).to(tl.float32)
     else:
@@ -269,7 +266,6 @@ def polled(polls, deadline, errors):
 
 @triton.jit
 def _parts(inbox, offset, lane, live, STRIDE: constexpr, COUNT: constexpr):
-    """The present words of COUNT parts of a row."""
     parts: tl.tuple = ()
     for rank in tl.static_range(COUNT):
         parts += (tl.load(inbox + offset + rank * STRIDE + lane, live, 0, volatile=True),)

@@ -25,8 +25,6 @@ _INPUTS = 264  # columns of a product that is sent
 
 
 def inbox_checks(peers: AllReduceInbox, inbox: ArgmaxInbox, n: int) -> Iterator[Check]:
-    """Checks over unused inboxes: of few rows of `n` elements and, where they fit, of many that are
-    shared out."""
     peers.begin()
     few = min(_ROWS, peers.rows, peers.sharded_rows - 1)
     yield Check(_NORM, "a fused norm over ranks", _allreduce_norms, (peers, few, n, 1))

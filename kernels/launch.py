@@ -111,8 +111,6 @@ def check_contiguous(*tensors: Tensor | None) -> None:
 
 
 def shared_memory(x: OnDevice) -> int:
-    """Bytes of a block's shared memory on `x`'s GPU or the recorder's target; an H200's under the
-    interpreter."""
     target = _device_capability(x.device.index) if x.is_cuda else _launcher.target or (9, 0)
     return _SHARED.get(target, 101376)
 
@@ -169,9 +167,8 @@ def processors(device: torch.device) -> int:
 
 @contextmanager
 def recorded(recorder: Callable[..., None], target: tuple[int, int] | None, processors: int) -> Iterator[None]:
-    """Each launch inside the `with` calls `recorder` with kernel, grid, arguments, and constexprs
-    with options. With a `target` (compute capability) nothing starts, and ops on meta tensors
-    choose as on such a GPU."""
+    """`recorder` gets kernel, grid, arguments, and constexprs with options. With a `target`
+    (compute capability) nothing starts, and ops on meta tensors choose as on such a GPU."""
     assert _launcher.recorder is None, "a recorder is active"
     _launcher.recorder, _launcher.target, _launcher.processors = recorder, target, processors
     try:

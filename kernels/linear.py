@@ -146,7 +146,6 @@ def _run(
     sent: InboxPart | None = None,
     added: LowRank | None = None,
 ) -> Tensor:
-    """Start `tile`'s kernel. sent: the inbox buffer that it writes to."""
     up, k = epilogue.up, x.shape[1]
     assert up is None or up.stride(1) == 1, up.stride()
     m = weight.rows // (1 + epilogue.gated)
@@ -177,7 +176,6 @@ def _store(
     total, out, row, column, live, inboxes, rank, buffer,
     SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr,
 ):  # fmt: skip
-    """Store `total` to its rows of `out`, or to this rank's part in every inbox."""
     if SIZE == 0:
         tl.store(out + row.to(tl.int64) * WIDTH + column, cast(total, out.dtype.element_ty), live)
     else:

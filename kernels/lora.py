@@ -156,7 +156,6 @@ def _reference(out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends
 
 @triton.jit
 def _adapter(index, number, LAST: constexpr):
-    """The `number`-th adapter of the rows, ascending; LAST if there are fewer."""
     adapter = tl.min(tl.where(index >= 0, index, LAST), 0)
     for _ in range(number):
         adapter = tl.min(tl.where(index > adapter, index, LAST), 0)
@@ -302,7 +301,6 @@ def _expand(
     M: constexpr, RANK: constexpr, OF_ADAPTER: constexpr, OF_OUTPUT: constexpr, INNER: constexpr, SHARES: constexpr,
     TURN: constexpr, FIRST: constexpr, SECOND: constexpr, ROWS: constexpr, OUTPUTS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """OUTPUTS outputs of one part, of up to ROWS rows."""
     trigger(PDL)
     wait(PDL)
     row = tl.program_id(0) // groups * ROWS + tl.arange(0, ROWS)

@@ -92,6 +92,5 @@ def first_use(x):
 
 @triton.jit
 def prefetch(at):
-    """Prefetch the 128-byte lines at these addresses to L2."""
     if not INTERPRET:
         tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)

@@ -146,7 +146,6 @@ def pack_rows(x: Activations) -> PackedRows:
 
 
 def operands(x: Activations, weight: PackedMatrix) -> tuple[Tensor, Tensor | None]:
-    """x as a kernel reads it for `weight`: values, and scale for an fp8 weight."""
     if weight.load != "fp8":
         assert isinstance(x, Tensor), "only products of fp8 weights read packed rows"
         return x, None
@@ -181,7 +180,6 @@ def scaled(total, x_scale, scale, row, column, M: constexpr):
 
 @triton.jit
 def scaled_tile(total, x_scale, scale, row, column, M: constexpr, SWAP: constexpr):
-    """`scaled` of a tile [rows, columns], with SWAP [columns, rows]."""
     if SWAP:
         total = scaled(total, x_scale, scale, row[None, :], column[:, None], M)
     else:

@@ -67,7 +67,6 @@ def pages_of(bound: int, page: int, window: int | None) -> int:
 
 
 def _row_blocks(bounds: Sequence[int], pool: Tensor, window: int | None) -> Iterator[tuple[slice, int]]:
-    """Runs of rows, and the pages that each row of a run reads, with bounded gathers."""
     page, held = pool.shape[3], _GATHERED // pool[0, 0].numel()
     first = 0
     while first < len(bounds):

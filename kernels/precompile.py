@@ -41,9 +41,8 @@ class ListedLaunch:
 
 
 def set_cache_keys() -> None:
-    """Set the cache keys of all functions in one order. A key includes a called function's globals
-    only if that function's key was set before (`triton.runtime.jit.DependenciesFinder`), so keys
-    would differ by process."""
+    """A key includes a called function's globals only if that function's key was set before
+    (`triton.runtime.jit.DependenciesFinder`), so set all in one order."""
     for module in sorted(iter_modules(kernels.__path__), key=attrgetter("name")):
         for function in vars(import_module(f"kernels.{module.name}")).values():
             if isinstance(function, JITFunction):

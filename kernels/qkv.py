@@ -44,7 +44,6 @@ def query_dtype(qkv: Tensor, pool: Tensor) -> torch.dtype:
 
 
 def replace_unturned(x: Tensor, other: Tensor, pairs: int) -> Tensor:
-    """x [..., d] with `other` in the dims that rope does not turn."""
     d = x.shape[-1]
     return torch.where(torch.arange(d, device=x.device) % (d // 2) < pairs, x, other)
 

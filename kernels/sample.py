@@ -103,7 +103,6 @@ def soft_capped(x, cap):
 
 @triton.jit
 def over_temperature(x, capped, row, temperature, cap, CAP: constexpr):
-    """Logits x of a row, soft-capped unless `capped`, divided by temperature."""
     scaled = soft_capped(x, cap) / temperature if CAP else x / temperature
     if capped is not None:
         scaled = tl.where(tl.load(capped + row) != 0, x / temperature, scaled)

@@ -11,11 +11,11 @@ SMALL_TOP_K = 128  # filters after a top_k up to it are decided by so many best 
 
 
 class SlotParameters(NamedTuple):
-    """How each slot samples: integers int64 [slots, 3] (seed, top_k, first position that may stop),"""
+    """How each slot samples."""
 
-    integers: Tensor
-    floats: Tensor  # fp32 [slots, 3] (temperature, top_p, min_p), stop int32 [slots, ids], -1: none.
-    stop: Tensor
+    integers: Tensor  # int64 [slots, 3]: seed, top_k, first position that may stop
+    floats: Tensor  # fp32 [slots, 3]: temperature, top_p, min_p
+    stop: Tensor  # int32 [slots, ids], -1: none
 
 
 class SlotAdjustments(NamedTuple):

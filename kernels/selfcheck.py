@@ -72,7 +72,6 @@ class RandomInputs:
         return self.fp32(*shape, scale=scale).to(self.dtype)
 
     def pool(self, pages: int, kv_heads: int, d: int) -> Tensor:
-        """Pages such that scores have deviation one where queries are alike."""
         return self.floats(pages, 2, kv_heads, _PAGE, d, scale=d**-0.25)
 
     def ints(self, *values: int) -> Tensor:
@@ -131,9 +130,8 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
-    """Applies a plan of two decode rows, two chunks of which one gives a result, two appends, one
-    left out and a release; then the padded inputs of its chunks and of three sequences of up to
-    `width` tokens."""
+    """A plan of two decode rows, two chunks of which one gives a result, two appends, one left out
+    and a release; then padded inputs."""
     layout = PlanLayout(header=5, counts=0, row=2, chunk=4, append=4, release=4)
     counts = (2, 2, 3, 1)
     decodes = [[2, 1], [0, width]]
@@ -160,7 +158,6 @@ def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
 
 
 def _admissions(draw: RandomInputs) -> Outputs:
-    """Sequences of five tokens and none, with two stop ids and none, into four slots."""
     tables = [draw.rising(4, 6), draw.rising(4, 1100)]
     tokens = draw.rising(4, 9)
     lengths = draw.ints(1, 2, 3, 4)
@@ -192,7 +189,6 @@ def _fp8_products(draw: RandomInputs, rows: int) -> Outputs:
 
 
 def _int4_products(draw: RandomInputs, rows: int, group: int, zeros: bool) -> Outputs:
-    """Weight rows and columns are no multiples of a tile's."""
     x, m, groups = draw.floats(rows, 320), 2 * 24, 320 // group
     words, zero = 40503 * draw.rising(m, 40), 30011 * draw.rising(m // 8, groups)
     weight = PackedMatrix(words, draw.floats(m, groups, scale=0.01), "int4", zero if zeros else None)
@@ -340,7 +336,6 @@ _FILTERED = (
 def sampled_rows(
     draw: RandomInputs, vocabulary: int = _VOCABULARY, *, filtered: bool = False, adjusted: bool = False
 ) -> tuple[Tensor, SamplingBatch]:
-    """Logits fp32 of four rows, a slot each; `adjusted`: two rows are capped."""
     logits = draw.fp32(4, vocabulary, scale=4)
     logits[:, _SUPPRESSED], logits[:, _STOP] = 80.0, 79.0
     integers, floats = (torch.tensor(numbers, device=draw.device) for numbers in (_FILTERED if filtered else _PLAIN))

@@ -109,7 +109,6 @@ class SequenceParallel:
 
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
-        """Bytes for flags, x, and the parts of every other rank."""
         return _FLAG_BYTES + (rows + (size - 1) * (rows // size + 3)) * width * dtype.itemsize
 
     def begin(self, rows: int) -> "SequenceParallel":
@@ -129,7 +128,6 @@ class SequenceParallel:
         return self
 
     def _own(self, rows: slice, rank: int) -> slice:
-        """Rows of a piece that `rank` sums and norms."""
         count = rows.stop - rows.start
         return slice(count * rank // self.size, count * (rank + 1) // self.size)
 

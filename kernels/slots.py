@@ -115,7 +115,6 @@ def gather_pages(
 
 
 def first_page(positions: Tensor, page: int, window: int | None) -> Tensor:
-    """The first page that a query at each position reads."""
     return torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0) // page
 
 
@@ -134,7 +133,6 @@ def rotary_table(positions: Tensor, frequencies: Tensor, out: Tensor) -> None:
 
 
 def plan_sections(plan: Tensor, layout: PlanLayout) -> list[Tensor]:
-    """Decode rows, chunks, appends and releases, int64 [n, int32 of a row]."""
     widths = layout[-4:]
     counts = plan[layout.counts : layout.counts + 4].tolist()
     sizes = [count * width for count, width in zip(counts, widths, strict=True)]

@@ -196,7 +196,6 @@ def load_run(side, page, run, first, oldest, end, columns, D: constexpr, STRIDE:
 
 @triton.jit
 def addresses(side, page, run, columns, D: constexpr, STRIDE: constexpr, KEYS: constexpr, PAGE: constexpr):
-    """[KEYS, columns]: addresses of a run in one side's pages."""
     if KEYS <= PAGE:
         start = side + page.to(tl.int64) * STRIDE + run * KEYS % PAGE * D  # one address a run, and offsets that stay the same
         return start + (tl.arange(0, KEYS)[:, None] * D + columns[None, :])

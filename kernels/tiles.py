@@ -46,7 +46,6 @@ class Tile:
     splits: int = 1
 
     def shared_bytes(self, gated: bool, load: Load = "plain") -> int:
-        """Gemm's pipeline of x and weight, and a tile of converted weights; 0 for gemv."""
         if self.kind == "gemv":
             return 0
         width = self.bn * (2 if gated else 1)

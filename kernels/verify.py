@@ -48,7 +48,6 @@ class VerifyTile:
 
 
 def verify_cut_of(pool: Tensor, rows: int, queries: int, pages: int, pairs: int = 0) -> tuple[int, VerifyTile]:
-    """`verify_cut` for one layer's pool [pages, 2, kv_heads, page, d] and its GPU."""
     kv_heads, page, d = pool.shape[2:]
     gpu = processors(pool.device), pool.element_size(), shared_memory(pool)
     return verify_cut(rows, kv_heads, queries, d, page, pages, *gpu, pairs)
@@ -147,7 +146,6 @@ def verify_kernel(
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr,
     ROWS: constexpr, KEYS: constexpr, VALUES: constexpr, LAST_ADDS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One row's queries, one KV head, one part of V's columns, one split of the keys."""
     GROUP: constexpr = HEADS // KV_HEADS
     LINES: constexpr = Q_LEN * HEADS  # of a row's output
     DV: constexpr = D // VALUES

@@ -57,7 +57,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def all_notes(config: ServeConfig, app: ServeConfig, settings: Settings) -> Iterator[str]:
-    """Notes on one application. ConfigError: it cannot be served."""
     http = config.get("http_options") or {}
     yield from deployment_notes(app, settings)
     yield from model_notes(settings)
@@ -78,7 +77,6 @@ def deployment_notes(app: ServeConfig, settings: Settings) -> Iterator[str]:
 
 
 def node_notes(config: ServeConfig, http: ServeConfig, settings: Settings) -> Iterator[str]:
-    """Notes on addresses that are no use on several machines."""
     if config.get("proxy_location", "EveryNode") != "EveryNode":
         return
     if url_host(str(http.get("host", "127.0.0.1"))) in LOOPBACK_NAMES:
@@ -88,7 +86,6 @@ def node_notes(config: ServeConfig, http: ServeConfig, settings: Settings) -> It
 
 
 def key_notes(http: ServeConfig, settings: Settings) -> Iterator[str]:
-    """Notes on the number of keys, and open access. ConfigError: a bad key file."""
     if not settings.keys.needed:
         if (host := http.get("host", "127.0.0.1")) not in ("127.0.0.1", "localhost", "::1"):
             yield f"no keys, and http_options.host is {host}: anybody who reaches the port may use it"

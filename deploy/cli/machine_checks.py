@@ -76,7 +76,6 @@ def devices(node: Capability) -> Findings:
 
 
 def compiler(node: Capability) -> Finding:
-    """The compiler that Triton needs at a kernel's first launch."""
     choices = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     found = next(filter(None, map(shutil.which, choices)), None)
     header = Path(sysconfig.get_path("include"), "Python.h")
@@ -102,7 +101,6 @@ def attention(node: Capability, settings: Settings, other: ComputeCapability | N
 
 
 def kernels() -> Finding:
-    """Our kernels against plain torch on the first GPU."""
     import torch
 
     from kernels.selfcheck import CHECKS, failures
@@ -164,7 +162,6 @@ def _room(name: str, free: int, least: int, why: str) -> Finding:
 
 
 def _free(folder: Path) -> int:
-    """Bytes free at the folder or its nearest existing parent."""
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 

@@ -27,7 +27,6 @@ def offline(settings: Settings, node: Capability) -> Findings:
 
 
 def model(key: str, name: str, revision: str | None) -> Finding:
-    """Whether a model with weights and tokenizer is here."""
     title = f"offline: {key}"
     try:
         if folder := local_folder(name):

@@ -72,7 +72,6 @@ def byte_size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan of a config, of a named model, or of each public shape in each format."""
     if args.config is None and args.model is None:
         plans = [report(settings_from(each), each) for each in member_questions(args)]
         emit(args, {"members": plans}, member_parts(plans))
@@ -130,7 +129,6 @@ def member_questions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def figures(sized: "Sizing", contexts: Sequence[int] | None) -> Plan:
-    """Pools and concurrency of a model whose weights fit."""
     longest = sized.config.max_len
     lengths = sorted({length for length in (*(contexts or CONTEXTS), longest) if 1 <= length <= longest})
     held = sized.concurrency(longest)

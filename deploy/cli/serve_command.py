@@ -38,7 +38,6 @@ def register(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal; returns the exit code. ConfigError."""
     if not args.drain >= 0:
         raise ConfigError("--drain: expected seconds, 0 or more")
     config = read_config(args.config)
@@ -64,7 +63,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(launch: Launch, drain_s: float) -> int:
-    """Start, wait, drain; a second signal ends the drain."""
     try:
         with handling(interrupt):
             check_drafter(launch.settings)

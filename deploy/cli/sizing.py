@@ -53,19 +53,17 @@ class Sizing(FrozenStruct):
         return longest_sequence([pool.group for pool in self.pools], [pool.pages for pool in self.pools])
 
     def concurrency(self, tokens: int) -> int:
-        """Sequences of `tokens` tokens that run at once without preemption."""
         return min(self.config.max_seqs, *(pool.holds(tokens) for pool in self.pools))
 
 
 def known_folder(model: str, revision: str | None = None) -> Path | None:
-    """A folder with the model's config.json: its own, the hub cache's, or a public shape's (`31b`,
-    `<owner>/gemma-4-31B-it`); None if unknown."""
+    """A folder with the model's config.json: its own, the hub cache's, or a public shape's; None if
+    unknown."""
     match = _PUBLISHED.fullmatch(model.lower())
     return folder_here(model, revision) or (local_folder(f"dummy:{match[1]}{match[2] or ''}") if match else None)
 
 
 def configured(settings: Settings, folder: Path) -> EngineConfig:
-    """The engine's settings as a replica makes them. ConfigError."""
     return configure(settings, folder, shape_folder, has_gpus=True)
 
 

@@ -18,7 +18,6 @@ _SENTENCES = {
 
 
 def why_absent(path: str) -> str | None:
-    """Return the sentence for a path without a route, or None."""
     if path[1:].endswith("/"):
         return "No path ends in a slash here."
     return next((text for prefix, text in _SENTENCES.items() if f"{path}/".startswith(f"{prefix}/")), None)

@@ -51,16 +51,15 @@ class AdmissionControl:
         return self._tickets
 
     def enter(self, client: str) -> "AdmissionTicket":
-        """Return a ticket for one answer. Overloaded if every choice is taken and none can be
-        reclaimed."""
+        """Overloaded if every choice is taken and none can be reclaimed."""
         if self.taken >= self.choices and self._last_of_greediest(client, 1) is None:
             raise Overloaded(FULL)
         self._claim(0, 1)
         return AdmissionTicket(self, client)
 
     async def make_room(self, client: str, choices: int, tokens: int, media: int) -> None:
-        """Refuse other clients' waiting requests, one by one, until there is room, none is left to
-        refuse or GIVE_WAY_S have passed."""
+        """Refuse other clients' waiting requests until there is room, none is left to refuse or
+        GIVE_WAY_S have passed."""
         ends = time.monotonic() + GIVE_WAY_S
         while self._refusal(choices, tokens, media) and (ticket := self._last_of_greediest(client, choices)) is not None:
             before = self.taken
@@ -71,8 +70,8 @@ class AdmissionControl:
                 return
 
     def _last_of_greediest(self, client: str, choices: int) -> "AdmissionTicket | None":
-        """The last waiting ticket of the client with most waiting choices, if it has more than
-        `client` would."""
+        """The last waiting ticket of the client with most waiting choices, if above what `client`
+        would have."""
         waiting, held = self._waiting(), Counter[str]()
         for ticket in waiting:
             held[ticket.client] += ticket.choices
@@ -91,16 +90,15 @@ class AdmissionControl:
         return FULL if self.taken + choices > self.choices else None
 
     def _claim(self, choices: int, answers: int) -> None:
-        """Take choices and answers; negative numbers give back. Overloaded if there are too many
-        answers."""
+        """Negative numbers give back. Overloaded: too many answers."""
         if self._open_answers + answers > ANSWERS_PER_CHOICE * self.choices:
             raise Overloaded(FULL)
         self._reserved += choices
         self._open_answers += answers
 
     def _queue(self, ticket: "AdmissionTicket") -> None:
-        """Set the turn: after the client's own waiting choices, else the lowest waiting turn, else
-        the last turn served."""
+        """After the client's own waiting choices, else the lowest waiting turn, else the last turn
+        served."""
         waiting = self._waiting()
         own = [other.turn + other.choices for other in waiting if other.client == ticket.client]
         ticket.turn = max(own) if own else min((other.turn for other in waiting), default=self._turn)
@@ -134,8 +132,7 @@ class AdmissionTicket:
         return self._refuse is not None and all(clock.scheduled is None for clock in self._clocks)
 
     def settle(self, choices: int, tokens: int, media: int = 0) -> None:
-        """Take the cost of all choices, once: prompt tokens and bytes of media. Overloaded takes
-        nothing."""
+        """Take the cost of all choices, once. Overloaded takes nothing."""
         assert not self._reserved, "it has been settled"
         if refusal := self.admission._refusal(choices, tokens, media):
             raise Overloaded(refusal)
@@ -146,8 +143,7 @@ class AdmissionTicket:
         self.admission._queue(self)
 
     def submitted(self, clocks: Sequence[Clock], refuse: Callable[[], None]) -> None:
-        """Hand the count of its choices to the engine. `refuse` makes the engine refuse the
-        request."""
+        """Hand the count of its choices to the engine."""
         self._clocks = clocks
         self._refuse = refuse
         self.admission._claim(-self._reserved, 0)

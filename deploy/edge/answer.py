@@ -42,8 +42,6 @@ _SSE_HEADERS = [
 
 
 class CompletionResponse(Response):
-    """Submits `job` when called as an ASGI app, and answers in `form`."""
-
     def __init__(self, service: Service, job: Job, form: ResponseFormat, *, stream: bool) -> None:
         super().__init__(media_type=form.media_type)
         self._service = service
@@ -118,13 +116,12 @@ class CompletionResponse(Response):
             self._record.ticket.submitted(self._record.clocks, partial(self._refuse, "has given way to other clients'"))
 
     def _refuse(self, why: str) -> None:
-        """End the wait of a request that has not started."""
         if all(clock.scheduled is None for clock in self._record.clocks):
             self._late = Overloaded(f"The request {why}; please try again shortly.")
             self._abort(AbortReason.queue_timeout)
 
     async def _whole(self, send: Send) -> None:
-        """Collect, then reply; send nothing if some choice has no end."""
+        """Sends nothing if some choice has no end."""
         reader: DeltaReader[Deltas] = DeltaReader(self._generations, iter)
         while not reader.has_ended:
             for index, delta in await reader.next():
@@ -139,7 +136,7 @@ class CompletionResponse(Response):
         await send({"type": "http.response.body", "body": reply.body})
 
     async def _stream(self, send: Send) -> None:
-        """Send event by event; send no end if some choice has none."""
+        """Sends no end if some choice has none."""
         self._send_more = server_send() or self._record.send
         reader = DeltaReader(self._generations, self._events, self._put)
         comments = asyncio.ensure_future(self._comment(send))
@@ -156,7 +153,6 @@ class CompletionResponse(Response):
             comments.cancel()
 
     async def _comment(self, send: Send) -> None:
-        """Write a comment after each `comment_s` without a write."""
         if not (pause_s := self._limits.comment_s):
             return
         while True:
@@ -180,8 +176,7 @@ class CompletionResponse(Response):
         return None if self._unsent is None else (b"", None)
 
     def _events(self, deltas: Deltas) -> Events:
-        """Return up to _PIECE_BYTES of events (one delta more at most, some milliseconds of work),
-        and the rest."""
+        """Up to _PIECE_BYTES of events (some milliseconds of work), and the rest."""
         events = b""
         for index, delta in deltas:
             events += b"" if self._begun else self._format.begin(structs.replace(self._usage(), reasoning=0))
@@ -232,8 +227,7 @@ class CompletionResponse(Response):
             raise SlowReader(f"the client took nothing for {timeout_s:g} s") from error
 
     async def _fail(self, error: QuartetError, send: Send) -> None:
-        """Report an error: as its own reply before the headers, as the last event after them, not
-        at all to a stuck client."""
+        """Its own reply before the headers, the last event after them, nothing to a stuck client."""
         self._record.error = error
         if not self._started:
             raise error

@@ -36,7 +36,6 @@ class _StructuralTag(FrozenStruct):
 
 
 def form_of(values: Mapping[str, Json]) -> LazyForm | None:
-    """The form under one of the client's keys, or None."""
     given = {key: raw for key, value in values.items() if (raw := not_null(value)) is not None}
     return partial(_only_form, given) if given else None
 
@@ -49,7 +48,7 @@ def _only_form(given: Mapping[str, Raw]) -> AnswerForm | None:
 
 
 def _rules(raw: Raw, key: str) -> str | None:
-    """The value of `key` as rules, or None if it demands nothing. InvalidRequest names the key."""
+    """None if it demands nothing. InvalidRequest names the key."""
     value = read_small(raw, key, ANYTHING, _MAX_BYTES)
     try:
         return KEYS.get(key, _response_format)(value)
@@ -60,8 +59,8 @@ def _rules(raw: Raw, key: str) -> str | None:
 
 
 def _response_format(value: Any) -> str | None:
-    """The schema is under `json_schema`; other APIs, and llama.cpp with `json_object`, put it one
-    level higher."""
+    """Some APIs, and llama.cpp with `json_object`, put the schema one level higher than
+    `json_schema`."""
     match value:
         case {"type": "text"}:
             return None
@@ -130,7 +129,6 @@ def _choice(value: Any) -> str:
 
 
 def _tag(value: Any) -> str:
-    """Each structure belongs to the trigger that it begins with."""
     try:
         tag = msgspec.convert(_nested(value), _StructuralTag)
     except msgspec.ValidationError as error:

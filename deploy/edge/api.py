@@ -16,10 +16,8 @@ Right = Literal["open", "generate", "tokenize", "models", "docs", "all"]  # "ope
 
 
 class HttpEndpoint(FrozenStruct, kw_only=True):
-    """A path, the right that its API key needs, and the shape of its errors.
-
-    `operation` is OpenTelemetry's gen_ai.operation.name, for paths that generate.
-    """
+    """A path, its right and the shape of its errors. `operation`: OpenTelemetry's
+    gen_ai.operation.name."""
 
     path: str
     right: Right
@@ -28,11 +26,8 @@ class HttpEndpoint(FrozenStruct, kw_only=True):
 
 
 class GenerationApi(HttpEndpoint, kw_only=True):
-    """A route that generates. `reader` makes a request with `ask()` from a body; `format` makes the
-    format of its answer. All raise InvalidRequest.
-
-    `parts`: types that the API's raw JSON refers to, for its documentation.
-    """
+    """A route that generates. `reader` makes a request with `ask()`, `format` the format of its
+    answer. All raise InvalidRequest."""
 
     right: Right = "generate"
     reader: BodyReader[Any] | FormReader[Any]
@@ -43,7 +38,7 @@ class GenerationApi(HttpEndpoint, kw_only=True):
 
 class TokenApi(HttpEndpoint, kw_only=True):
     """A route that needs only the tokenizer. `answer` maps a request and its client's name to JSON.
-    `reader` and `answer` raise InvalidRequest."""
+    InvalidRequest."""
 
     right: Right = "tokenize"
     reader: BodyReader[Any]

@@ -38,5 +38,4 @@ def endpoint_of(scope: Scope) -> HttpEndpoint:
 
 
 def error_shape_of(scope: Scope) -> ErrorShape:
-    """The error shape of the API that contains a request's path, OpenAI's by default."""
     return next((api.error for api in GENERATION_APIS if f"{api.path}/" in f"{scope['path']}/"), OPENAI_ERROR)

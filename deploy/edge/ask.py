@@ -17,7 +17,7 @@ class Text(FrozenStruct):
 
 
 class Media(FrozenStruct):
-    """Media. `budget`: most soft tokens of an image; None: no more than it needs without shrinking."""
+    """`budget`: most soft tokens of an image; None: as needed."""
 
     kind: MediaKind
     url: str
@@ -32,8 +32,7 @@ Part = Text | Media  # what a content may consist of; each API has one function 
 
 
 class PastCall(FrozenStruct):
-    """A call in the history. `arguments`: a JSON value, or JSON text, whose numbers are rendered as
-    written."""
+    """A call in the history. JSON text keeps its numbers as written."""
 
     name: str
     arguments: Any
@@ -57,7 +56,6 @@ class ChatMessage:
     call_path: str = field(default="", compare=False)
 
     def plain(self) -> JsonObject:
-        """The turn as chat templates take it, without empty keys."""
         content: Any = self.content
         if not isinstance(content, str | None):
             content = [{"type": "text", "text": part.text} if isinstance(part, Text) else {"type": part.kind} for part in content]
@@ -75,8 +73,8 @@ class ChatMessage:
 class ChatPrompt(FrozenStruct):
     """A conversation. InvalidRequest if a tool result has no earlier call.
 
-    `tools`, `switches`: for chat templates. `max_soft_tokens` overrides the budget of each image.
-    `tool_paths`: the client's path of each tool and its schema, where they differ from a chat's.
+    `max_soft_tokens` overrides the budget of each image. `tool_paths`: the client's, where they
+    differ from a chat's.
     """
 
     messages: Sequence[ChatMessage]
@@ -133,10 +131,8 @@ class RawPrompts(FrozenStruct):
 
 
 class Sampling(FrozenStruct, kw_only=True):
-    """Sampling parameters. None: the checkpoint's or the server's default; `allowed_ids` None: all.
-
-    `speculative` allows drafts, which change no token.
-    """
+    """None: the checkpoint's or the server's default. `speculative` allows drafts, which change no
+    token."""
 
     n: int = 1
     max_tokens: int | None = None
@@ -160,8 +156,6 @@ class Sampling(FrozenStruct, kw_only=True):
 
 
 class AnswerForm(FrozenStruct):
-    """Grammar rules, and the client's key that demands them."""
-
     rules: str
     key: str
 

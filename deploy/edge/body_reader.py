@@ -39,7 +39,6 @@ class BodyReader(Generic[R]):
 
 
 def unsupported(name: str, allowed: str = "") -> InvalidRequest:
-    """The error for a known key without its function."""
     message = f"{name} is not supported here{allowed and f': only {allowed}'}"
     return InvalidRequest(message, param=name.partition(".")[0], code="unsupported_parameter")
 

@@ -53,7 +53,6 @@ class ThinkingSwitch(FrozenStruct):
 
 
 def said_thinking(enabled: bool | None, switch: ThinkingSwitch | None, effort: Effort | None) -> bool | None:
-    """Whether the model shall think, by the first key that says it, or None."""
     if enabled is not None:
         return enabled
     if switch is not None and switch.type is not None:
@@ -87,7 +86,6 @@ def media_part(kind: MediaKind, url: str | None, where: str, budget: int | None 
 
 
 def content_of(parts: list[Part]) -> str | list[Part]:
-    """The parts, joined to one text if all are text."""
     texts = [part.text for part in parts if isinstance(part, Text)]
     return "".join(texts) if len(texts) == len(parts) else parts
 

@@ -118,7 +118,6 @@ WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - addresses of all interfaces, compa
 
 
 def url_host(host: str) -> str:
-    """A name or address as URLs and the Host header write it."""
     return f"[{host}]" if ":" in host else host
 
 

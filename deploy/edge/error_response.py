@@ -80,7 +80,6 @@ def plain_error(
 
 
 def message_of(error: QuartetError) -> str:
-    """The client's message, which does not tell which process died."""
     if isinstance(error, EngineDead):
         return "The engine was lost and is being restarted, or is starting or stopping. Please try again."
     return _cut(str(error))

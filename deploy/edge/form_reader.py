@@ -25,8 +25,7 @@ R = TypeVar("R", bound=Struct)
 
 
 class FormReader(Generic[R]):
-    """Reads a `kind` whose key `file` is the file. `absent` keys, with "[]" or without, are
-    refused."""
+    """`file` is the file. `absent` keys, with "[]" or without, are refused."""
 
     def __init__(self, kind: type[R], absent: Collection[str]) -> None:
         self.kind = kind
@@ -47,7 +46,7 @@ class FormReader(Generic[R]):
 
 
 def _fields(body: bytes) -> dict[str, bytes]:
-    """Contents by name. InvalidRequest: not a form, cut, or too many fields."""
+    """InvalidRequest: not a form, cut, or too many fields."""
     boundary = _BOUNDARY.search(body[:_TEXT_BYTES])  # a search keeps the interpreter's lock
     if boundary is None:
         raise InvalidRequest(f"the body is no {MEDIA_TYPE}")

@@ -33,7 +33,7 @@ class Forbidden(InvalidRequest):
 
 
 class QuotaExceeded(Overloaded):
-    """The API key's holder has reached a limit. `retry_after_s` is when a retry makes sense."""
+    """`retry_after_s` is when a retry makes sense."""
 
 
 class WrongMediaType(InvalidRequest):
@@ -80,10 +80,8 @@ _TABLE: dict[type[QuartetError], HttpStatus] = {
 
 
 def status_of(error: QuartetError) -> HttpStatus:
-    """The status of the most derived class in the table."""
     return next(_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE)
 
 
 def code_of(error: QuartetError) -> str | None:
-    """The error's own code, or that of its class."""
     return error.code if isinstance(error, InvalidRequest) and error.code else status_of(error).code

@@ -22,8 +22,8 @@ def install() -> None:
 
 
 class UpgradeIgnored(HttpToolsProtocol):
-    """uvicorn's protocol. httptools stops at a head that asks for an upgrade, so a new parser gets
-    the head without it, and what follows."""
+    """httptools stops at a head that asks for an upgrade, so a new parser gets the head without it,
+    and what follows."""
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()

@@ -108,8 +108,7 @@ class JobBuilder:
         return self.text.thinks_by_default if self.settings.thinking == "auto" else self.settings.thinking == "on"
 
     async def _grammar(self, wants: Constraints, make: GrammarMaker, param: str, client: str) -> Grammar | None:
-        """The grammar of a reply; rules that only the server wants are dropped first.
-        InvalidRequest: it cannot be kept. Overloaded."""
+        """Rules that only the server wants are dropped first. InvalidRequest, Overloaded."""
         reply_grammar = await self.pool.run(lambda: make(wants))
         if reply_grammar is None:
             return None
@@ -145,8 +144,7 @@ class JobBuilder:
         return job, _form(ask)
 
     def _render(self, chat: ChatPrompt, media: Sequence[Prepared], key: str, most: int) -> tuple[list[int], Tools]:
-        """The prompt, of `most` tokens, and the tools that the reply may call. `key` names the
-        messages in errors."""
+        """The prompt, of `most` tokens, and the callable tools. `key` names the messages in errors."""
         messages = [message.plain() for message in chat.messages]
         tools = Tools(chat.tools, chat.tool_paths)
         _check_choice(chat.choice, tools)
@@ -214,7 +212,6 @@ class JobBuilder:
         ]
 
     def _params(self, ask: Ask, limit: int, banned: Sequence[int]) -> SamplingParams:
-        """What all choices share, except the tokens that a prompt leaves of `limit`."""
         sampling = ask.sampling
         defaults = self.settings.defaults
         eos = () if sampling.ignore_eos else self.text.eos_ids

@@ -39,7 +39,6 @@ async def sender(ring: KeyRing, scope: Scope, proxies: Sequence[str]) -> str | N
 
 
 async def _identify(ring: KeyRing, scope: Scope) -> ApiKey | None:
-    """The key, or None on an open path. Unauthenticated."""
     await ring.refresh()
     given = credentials(scope["headers"])
     key = ring.find(given[0]) if len(given) == 1 and given[0] else None
@@ -58,7 +57,6 @@ def credentials(headers: Headers) -> list[bytes]:
 
 
 def check_right(key: ApiKey, scope: Scope) -> None:
-    """Forbidden if the holder may not use the path."""
     endpoint = endpoint_of(scope)
     if endpoint.right == "all":
         if not key.rights.issuperset(RIGHTS):

@@ -40,12 +40,10 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 
 
 def shown_as(*shapes: JsonObject) -> Meta:
-    """The documentation of a key that stays raw JSON."""
     return Meta(extra_json_schema={"anyOf": [*shapes, {"type": "null"}]})
 
 
 def one_of(*values: str) -> Meta:
-    """The documentation of a text with few values, which are checked where they are used."""
     return Meta(max_length=64, extra_json_schema={"enum": values})
 
 

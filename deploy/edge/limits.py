@@ -44,8 +44,8 @@ _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 
 @dataclass
 class UnreadBody:
-    """The answer to a request whose body is not read. It ends only with the body: a client that
-    reads it after sending would lose it if the connection closed earlier."""
+    """The answer to an unread request. It ends only with the body, since a client that sends
+    everything first would lose it."""
 
     send: Send
     is_held: bool = False
@@ -119,7 +119,6 @@ class Limits:
         return lambda message: bounded(send(message), self.limits.write_timeout_s)
 
     async def _client(self, scope: Scope) -> str | None:
-        """The client, or None if the body need not be read."""
         if self._open > self.limits.requests and not scope["path"].endswith(_PROBES):
             raise Overloaded("Too many requests at once; please try again shortly.")
         check_head(scope, self.limits)
@@ -128,7 +127,6 @@ class Limits:
         return await self.check_key(scope)
 
     def _claim(self, client: str) -> Claim:
-        """The claim of this process's guard, or a new one."""
         if self.is_guard:
             claim = Claim(self._uploads, client)
             note_claim(claim)
@@ -174,8 +172,7 @@ def _check_host(hosts: list[bytes], limits: LimitSettings) -> None:
 
 
 def outermost(routes: Callable[[], Routes] | None = None) -> list[Middleware]:
-    """Middleware around Serve's servers, outermost last, by the environment's settings. `routes`:
-    for Recovery."""
+    """Outermost last, by the environment's settings. `routes`: for Recovery."""
     keys = os.environ.get(KEYS_VARIABLE)
     limits = msgspec.json.decode(os.environ.get(LIMITS_VARIABLE) or "{}", type=LimitSettings)
     ring = KeyRing(msgspec.json.decode(keys, type=KeySettings)) if keys else None
@@ -186,7 +183,6 @@ def outermost(routes: Callable[[], Routes] | None = None) -> list[Middleware]:
 
 
 def with_cors(app: ASGIApp, limits: LimitSettings) -> ASGIApp:
-    """Let web pages of `cors_origins` read the answers of `app`."""
     if not (origins := limits.cors_origins):
         return app
     shown = ["x-request-id", "request-id", "retry-after", "x-should-retry"]

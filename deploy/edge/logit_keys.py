@@ -14,8 +14,7 @@ BAN = -100  # of a logit_bias: OpenAI's "should result in a ban"
 def logit_adjustments(
     sampling: Sampling, vocab: int, encode: Callable[[str], list[int]], banned: Iterable[int]
 ) -> LogitAdjustments | None:
-    """The adjustments of a request to a model of `vocab` ids, or None. InvalidRequest names the
-    key."""
+    """None without adjustments. InvalidRequest names the key."""
     biases = {**sampling.biases, **dict.fromkeys(banned, BAN)}
     allowed = sampling.allowed_ids
     check_ids(biases, vocab, "logit_bias")

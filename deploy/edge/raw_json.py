@@ -37,12 +37,10 @@ _ID_LIST = msgspec.json.Decoder(list[Natural])
 
 
 def invalid(path: str, why: str, code: str | None = None) -> InvalidRequest:
-    """The error at `path`, which begins with a key of the request."""
     return InvalidRequest(f"{path}: {why}", _first(path), code)
 
 
 def _first(path: str) -> str:
-    """The key of the request that `path` begins with."""
     return re.split(r"[.\[]", path)[0]
 
 
@@ -65,7 +63,7 @@ def copied(raw: Json) -> Raw | None:
 
 
 def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V], kind: Any = None) -> V:
-    """Decode the request's `key` (""; the body). `kind` names the type in errors. InvalidRequest."""
+    """`kind` names the type in errors. InvalidRequest."""
     try:
         return decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -73,7 +71,6 @@ def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V], kind: A
 
 
 def token_ids(raw: Json, key: str, most: int) -> list[int]:
-    """At most `most` ids; empty if the key is absent or null."""
     if (given := not_null(raw)) is None:
         return []
     check_commas(given, key, most)
@@ -81,13 +78,13 @@ def token_ids(raw: Json, key: str, most: int) -> list[int]:
 
 
 def check_commas(raw: Raw, key: str, most: int) -> None:
-    """InvalidRequest if a list of numbers is too long, by its commas."""
+    """Counts commas. InvalidRequest."""
     if first_characters(raw)[:1] == b"[" and bytes(raw).count(b",") >= most:
         raise invalid(key, f"more than {most} token ids")
 
 
 def check_strings(body: bytes) -> None:
-    """InvalidRequest for too many strings: a decoder looks at every key, also repeated ones."""
+    """InvalidRequest: a decoder looks at every key, also repeated ones."""
     if body.count(b'"') - body.count(b'\\"') > 2 * _STRINGS:
         raise InvalidRequest(f"The body holds more than {_STRINGS} keys and strings")
 
@@ -124,7 +121,6 @@ class ListReader:
 
 
 def read_small(raw: Json, key: str, decoder: msgspec.json.Decoder[V], most: int) -> V | None:
-    """A value of at most `most` bytes, or None if absent or null."""
     if (given := not_null(raw)) is None:
         return None
     if len(memoryview(given)) > most:
@@ -133,7 +129,6 @@ def read_small(raw: Json, key: str, decoder: msgspec.json.Decoder[V], most: int)
 
 
 def read_text(raw: Json, key: str) -> str | None:
-    """A string, or None if it is a list or missing."""
     return decode(raw, key, _TEXT) if isinstance(raw, Raw) and first_characters(raw)[:1] == b'"' else None
 
 

@@ -16,8 +16,6 @@ JSON = "application/json"
 
 
 class ServedModel(FrozenStruct):
-    """What an answer says of the model. `pieces`: its vocabulary as output."""
-
     name: str
     pieces: Pieces
     fingerprint: str

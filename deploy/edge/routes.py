@@ -48,7 +48,6 @@ _GENERATED: Responses = {
 
 
 def _schema_of(value: object) -> JsonObject:
-    """A schema of an object like `value`, whose leaves are texts or null."""
     if not isinstance(value, dict):
         return {"type": ["string", "null"]}
     return {"type": "object", "required": [*value], "properties": {name: _schema_of(inner) for name, inner in value.items()}}
@@ -253,7 +252,6 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 @cache
 def _documentation() -> tuple[dict[type[Struct], JsonObject], JsonObject]:
-    """JSON Schema of every API's body, and its components, for OpenAPI 3.1."""
     kinds = [api.reader.kind for api in TOKEN_APIS] + [kind for api in GENERATION_APIS for kind in (api.reader.kind, *api.parts)]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     return dict(zip(kinds, schemas, strict=True)), components

@@ -23,7 +23,7 @@ REQUEST_ID_FORM = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 def request_id(headers: Headers) -> str:
-    """The client's id if it sent one of 1 to 128 of A-Z a-z 0-9 . _ -; else a new one."""
+    """The client's x-request-id if well-formed, else a new one."""
     given = only(headers, b"x-request-id")
     return given.decode() if given is not None and REQUEST_ID_FORM.fullmatch(given) else secrets.token_hex(16)
 
@@ -45,7 +45,6 @@ def values_of(headers: Headers, lower_name: bytes) -> list[bytes]:
 
 
 def only(headers: Headers, lower_name: bytes) -> bytes | None:
-    """The value of a header that occurs exactly once."""
     values = values_of(headers, lower_name)
     return values[0] if len(values) == 1 else None
 
@@ -56,7 +55,6 @@ def is_from_loopback(scope: Scope) -> bool:
 
 
 def client_name(scope: Scope, key: str | None, proxies: Sequence[str]) -> str:
-    """The client: the API key's holder, or an address."""
     return client_address(scope, proxies) if key is None else f"key {key}"
 
 

@@ -63,7 +63,6 @@ class Service:
         self.idle.set()
 
     def model_of(self, ask: Ask) -> ServedModel:
-        """The model's name in answers: an adapter's where one is asked for."""
         return self._adapted.get(ask.model or "", self.model)
 
     @contextmanager

@@ -31,7 +31,6 @@ class Defaults(FrozenStruct):
 
 
 def media_kinds(encoders: MediaGeometries, text: TextProcessor) -> frozenset[MediaKind]:
-    """The kinds with an encoder in the checkpoint and a token in its tokenizer."""
     return frozenset(kind for kind in encoders if text.control_id(f"<|{kind}|>") is not None)
 
 

@@ -31,8 +31,8 @@ class SidePool:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, *task: bytes) -> bytes | None:
-        """The answer to a task; None if it was killed at its limits. Blocks for at most TAKE_S +
-        ANSWER_S. Overloaded: there is no process."""
+        """None if the task was killed at its limits. Blocks for at most TAKE_S + ANSWER_S.
+        Overloaded: there is no process."""
         parent_end, child_end = socket.socketpair()
         with parent_end:
             with child_end:
@@ -101,8 +101,7 @@ class SidePool:
 
 
 def _answer(connection: socket.socket, task: Sequence[bytes]) -> bytes:
-    """Send the task and read to the end; a broken connection is no answer. TimeoutError after
-    ANSWER_S."""
+    """A broken connection is no answer. TimeoutError after ANSWER_S."""
     ends = monotonic() + ANSWER_S
     pieces = list[bytes]()
     try:

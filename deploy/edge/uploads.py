@@ -31,8 +31,8 @@ class Uploads:
         self.media = Share(limits.upload_bytes)
 
     async def read(self, upload: "Upload", receive: Receive, length: int) -> None:
-        """The whole body; `length` from its head, or 0. TooLarge, TooSlow, ClientDisconnect;
-        Overloaded, by the head if it gives the length."""
+        """The whole body. TooLarge, TooSlow, ClientDisconnect; Overloaded, by the head if it gives
+        the length."""
         if not self.coming.take(upload.claim.client, 1):
             raise Overloaded("Too many bodies are being sent; please try again shortly.")
         try:
@@ -124,12 +124,10 @@ _APPLICATIONS: WeakSet[asyncio.AbstractEventLoop] = WeakSet()  # loops of applic
 
 
 def note_claim(claim: Claim) -> None:
-    """Let the guarded application on this loop find the claim."""
     _GUARDS_CLAIM.set((asyncio.get_running_loop(), claim))
 
 
 def noted_claim() -> Claim | None:
-    """The guard's claim, or None without a guard on this loop."""
     loop = asyncio.get_running_loop()
     _APPLICATIONS.add(loop)
     guards_loop, claim = _GUARDS_CLAIM.get() or (None, None)

@@ -41,8 +41,8 @@ def folder_here(model: str, revision: str | None) -> Path | None:
 
 
 def is_here(model: str, revision: str | None = None, *files: str) -> bool:
-    """Whether `resolve` would download nothing: no hub id, or a cache with all weights and `files`,
-    or HF_HUB_OFFLINE with some. ConfigError as `local_folder`."""
+    """Whether `resolve` would download nothing. HF_HUB_OFFLINE accepts a partial cache. ConfigError
+    as `local_folder`."""
     from huggingface_hub import constants
 
     if local_folder(model):

@@ -31,7 +31,6 @@ def flashinfer_files() -> FlashInferFiles:
 
 
 def _cubins(package: Path, version: str) -> str | None:
-    """Returns the folder that FlashInfer would read, if every kernel that its list names is in it."""
     folder, kernels = _cubin_folder(version), _kernel_path(package)
     if kernels is None or not (folder / kernels / "checksums.txt").is_file():
         return None
@@ -51,8 +50,7 @@ def _cubin_folder(version: str) -> Path:
 
 
 def _kernel_path(package: Path) -> str | None:
-    """Reads `ArtifactPath.TRTLLM_GEN_FMHA` of FlashInfer's artifacts.py: the folder of attention kernels, named by their build. Old
-    versions have no such file."""
+    """Parses FlashInfer's artifacts.py: the folder of attention kernels is named by their build."""
     artifacts = package / "artifacts.py"
     source = artifacts.read_text(encoding="utf-8") if artifacts.exists() else ""
     named = re.search(r'class ArtifactPath\b.*?\bTRTLLM_GEN_FMHA\b[^"]*"([^"]+)"', source, re.DOTALL)
@@ -69,7 +67,6 @@ def _launcher(version: str) -> Launcher | None:
 
 
 def installed(distribution: str) -> str | None:
-    """Returns the version of a distribution that is installed; None: it is not."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

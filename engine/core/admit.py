@@ -18,7 +18,7 @@ _LOOKAHEAD = 16  # requests looked at beyond the free slots
 
 
 class AdmissionBudget:
-    """Free pages for admissions, without those that running prefills still need."""
+    """Free pages, without those that running prefills still need."""
 
     def __init__(self, requests: Requests) -> None:
         self._running = 0
@@ -27,7 +27,6 @@ class AdmissionBudget:
             self.reserve(sequence)
 
     def reserve(self, sequence: Sequence) -> None:
-        """Count a running sequence, and reserve the pages that its prompt still needs."""
         self._running += 1
         if sequence.planned < sequence.target:
             for run in sequence.pages.runs:
@@ -48,8 +47,6 @@ class AdmissionBudget:
 
 
 class Admissions:
-    """Takes requests from the queue; `budget` is what a step may prefill."""
-
     def __init__(self, requests: Requests, policy: Policy, budget: int) -> None:
         self._requests = requests
         self._allocator = requests.allocator
@@ -80,8 +77,7 @@ class Admissions:
         self._plan.admissions.append(admission)
 
     def _fits_plan(self, sequence: Sequence, pages: int) -> bool:
-        """Count an admission with `pages` pages in the plan; False if the plan is too full. An
-        empty plan always has room."""
+        """An empty plan always has room."""
         size = admission_size(len(sequence.tokens), sequence.params, pages) + self._size
         if self._size and size > MAX_ADMITTED:
             return False
@@ -93,8 +89,7 @@ class Admissions:
         return self._requests.waiting[: len(free) + _LOOKAHEAD] if free else []
 
     def admit(self) -> Iterator[Sequence]:
-        """Admit while slots, pages and the plan last; yields each admitted sequence, which then
-        starts."""
+        """Yields each admitted sequence, which then starts."""
         candidates = self.candidates()
         if not candidates:
             return

@@ -40,8 +40,7 @@ class Allocator:
         return all(chunk - (1 - window) // self.page <= total for total, window in sliding)
 
     def fitting(self, sequence: Sequence, count: int, headroom: int = 0) -> int:
-        """How many of the next `count` positions fit the available pages, with `headroom` pages
-        left over."""
+        """How many of the next `count` positions fit, with `headroom` pages left over."""
         pages = max(0, min(pool.available for pool in self.pools) - headroom)
         return min(count, sequence.pages.held + pages * self.page - sequence.planned)
 
@@ -63,7 +62,6 @@ class Allocator:
         plan.appends.extend(zip(repeat(group), repeat(sequence.slot), entries, pages))
 
     def append_again(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Append all pages of a sequence to the ranks' tables again."""
         for run in sequence.pages.runs:
             self._append(sequence, run, run.pages, plan)
 
@@ -91,7 +89,6 @@ class Allocator:
             pool.give(run.pages)
 
     def _finite_end(self, sequence: Sequence, run: PageRun) -> int:
-        """The table entries before this one hold finite values only."""
         if sequence.pages.not_finite:
             return 0
         written = max(sequence.planned, sequence.pages.dropped)
@@ -115,7 +112,6 @@ class Allocator:
         return sequence.pages.hit
 
     def _uncut_pages(self, sequence: Sequence, pages: int) -> int:
-        """The most of its first `pages` pages that end inside no span."""
         while (end := sequence.media.last_end(pages * self.page)) < pages * self.page:
             pages = end // self.page
         return pages
@@ -155,8 +151,7 @@ class Allocator:
         return False
 
     def cache_passed_points(self, sequence: Sequence) -> None:
-        """Cache the prefixes at the points that the sequence has passed; the last is the prompt's
-        end."""
+        """The last point is the prompt's end."""
         while sequence.pages.cache_points and sequence.committed >= sequence.pages.cache_points[0] * self.page:
             point = sequence.pages.cache_points.pop(0)
             self._insert(sequence, point, supersedes=not sequence.pages.cache_points)
@@ -167,8 +162,7 @@ class Allocator:
             self._insert(sequence, pages)
 
     def _insert(self, sequence: Sequence, count: int, *, supersedes: bool = False) -> None:
-        """Cache its first `count` pages. The tail is still held, because pages are freed from
-        `committed`'s page on."""
+        """The tail is still held, because pages are freed from `committed`'s page on."""
         *sliding, full = sequence.pages.runs
         tail = [page for run in sliding for page in run.between(first_page(run.pool.group, count * self.page), count)]
         keys = self._keys(sequence, count)

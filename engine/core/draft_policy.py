@@ -48,7 +48,6 @@ class RowTimes:
         self.loss = 0.0
 
     def add(self, ms: float, prompt_ms: float) -> None:
-        """Add a step of the option in use that took `ms`, `prompt_ms` of them for prompt tokens."""
         kind = int(prompt_ms > 0)
         alone = max(ms - prompt_ms, 0.1 * ms)
         samples = self.samples[kind]
@@ -67,7 +66,7 @@ class RowTimes:
 
     def times(self) -> np.ndarray:
         """Mean ms of a step for each option. An unused option differs from the chosen one as at
-        boot; fewer drafts may make prompts no dearer."""
+        boot."""
         alone, mixed = self.ms
         shift = np.array(self.expected) - self.expected[self.chosen]
         alone = np.where(alone > 0, alone, (alone[self.chosen] or self.expected[self.chosen]) + shift)
@@ -78,8 +77,8 @@ class RowTimes:
 
 
 class DraftPolicy:
-    """Chooses each step's draft length from `options`, ascending. `sizes`: padded rows. `times`:
-    (rows, ms) of each option, empty if unknown."""
+    """`options` are ascending. `sizes`: padded rows. `times`: (rows, ms) of each option, empty if
+    unknown."""
 
     def __init__(self, options: Sequence[int], sizes: Sequence[int], times: Sequence[Points], token_ms: float = 0.0) -> None:
         self._options, self._sizes = options, sizes
@@ -101,12 +100,11 @@ class DraftPolicy:
 
     @property
     def positions(self) -> list[DraftPosition]:
-        """Verified and accepted drafts at each position since boot."""
         return list(map(DraftPosition, range(len(self._right)), _at_least(self._verified), _at_least(self._right)))
 
     def choose(self, rows: int) -> tuple[int, int]:
-        """(drafts, index in `sizes`) for the next step's decode rows. A recent larger row count
-        still counts, so the length does not flip between two sizes."""
+        """(drafts, index in `sizes`). A recent larger row count still counts, so the length does
+        not flip between two sizes."""
         if len(self._options) > 1:
             size = bisect_left(self._sizes, rows)
             self._fewer = self._fewer + 1 if size < self._size else 0
@@ -116,8 +114,6 @@ class DraftPolicy:
         return self.drafts, self._size
 
     def record(self, size: int, drafting: float, drafts: int, prompt_tokens: int, ms: float) -> None:
-        """Record a step with decode rows. `size` is from `choose`; `drafting` is the share of rows
-        that may draft."""
         self._step += 1
         if self._step % REVIEW_INTERVAL == 0:
             self._remember()
@@ -173,7 +169,6 @@ class DraftPolicy:
         return self._tokens(1.0)
 
     def _tokens(self, drafting: float) -> list[float]:
-        """The same if only a share `drafting` of the rows may draft."""
         right = 1.0
         last = PRIOR_ACCEPTANCE
         tokens = [1.0]

@@ -36,7 +36,6 @@ class RingExecutor:
         self._results = RingReader(map_shared(args.result), 1, 0)
 
     def submit(self, plan: StepPlan) -> None:
-        """Send a plan to every rank, then the media that it encodes."""
         self._plans.write(plan.step, encode_plan(plan))
         if plan.media:
             write_media(self._media, plan.media)
@@ -51,10 +50,8 @@ class RingExecutor:
 
 
 class FrontLink:
-    """The front's socket: whole messages in, buffered frames out, never blocking.
-
-    Every method raises ConnectionError when the front has closed the socket or left answers unread.
-    """
+    """Whole messages in, buffered frames out, never blocking. ConnectionError when the front has
+    closed the socket or left answers unread."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -93,10 +90,7 @@ class FrontLink:
 
 class ReceivedMedia:
     """Assembles media data, which arrive in pieces before their requests. A prompt's choices share
-    the items.
-
-    MediaPiece ... MediaPiece   GenerateRequest ... GenerateRequest   MediaEnd
-    """
+    the items."""
 
     def __init__(self) -> None:
         self._pieces = list[bytes]()

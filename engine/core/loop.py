@@ -46,14 +46,11 @@ _TURN_BYTES = 1 << 19  # of messages between two plans: page keys of a prompt of
 
 
 class Intake:
-    """Queues new requests, and starts the grammars of those that need masks."""
-
     def __init__(self, requests: Requests, masks: Masks) -> None:
         self._requests = requests
         self._masks = masks
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request, or refuse it if it can never run here."""
         params = request.params
         needs_masks = params.grammar is not None or params.thought is not None
         if needs_masks and not self._masks.available:
@@ -194,8 +191,6 @@ class Core:
 
 
 class StepLog:
-    """Logs one line a second. Times are in seconds."""
-
     def __init__(self, load: Callable[[], Load], now: float) -> None:
         self._load = load
         self._last, self._at = load(), now  # of the last report

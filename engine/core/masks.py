@@ -96,8 +96,8 @@ class MaskState:
         return self.ending or not self.slow
 
     def constrain(self, length: int) -> None:
-        """Mask its tokens from now on. If a row in flight gives the token at index `length`, drop
-        the rows in flight and recompute them."""
+        """If a row in flight gives the token at index `length`, drop the rows in flight and
+        recompute them."""
         self.masked = True
         self._tell(waits=not self.ending, first=length)
 
@@ -137,7 +137,7 @@ class MaskedRow(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Index of its first token; an upper bound while earlier rows are in flight."""
+        """An upper bound while earlier rows are in flight."""
         return self.most - self.state.sequence.drafts.rejected
 
     @property
@@ -165,8 +165,7 @@ def present(value: T | None) -> T:
 
 
 class Masks:
-    """All masks. Without a vocabulary, grammars are refused. Threads compile grammars and make slow
-    masks."""
+    """Without a vocabulary, grammars are refused. Threads compile grammars and make slow masks."""
 
     def __init__(self, requests: Requests, vocabulary: Vocabulary | None, widest: int) -> None:
         self._requests, self._widest = requests, widest
@@ -204,7 +203,6 @@ class Masks:
             self._end_thought_in_time(state)  # the prompt may leave a thought open
 
     def advance(self) -> None:
-        """Read committed tokens. Call it after each commit, and while something is `making`."""
         if ended := [state for state in self._states if state.sequence.ended]:
             self._states = [state for state in self._states if not state.sequence.ended]
             needed = {state.compiled for state in self._states}
@@ -300,14 +298,12 @@ class Masks:
             self._set_masks(state, only(limit.end, self._size)[None])
 
     def _start_grammar(self, state: MaskState) -> None:
-        """Set the first mask once the grammar is compiled. GenerationFailed if it cannot be."""
         if (compiled := present(state.compiled)).done():
             matcher, bits = compiled.result()
             state.matcher = matcher.fresh(frees=state.trigger is not None)
             self._set_masks(state, bits[None])
 
     def _compiled(self, grammar: str) -> Compiled:
-        """The compiled grammar, from a cache of the last GRAMMARS used."""
         compiled = self._grammars.pop(grammar, None)
         if compiled is None or compiled.cancelled():
             with compile_stack():  # the executor starts a thread here while it has fewer than it may
@@ -328,7 +324,6 @@ class Masks:
         return matcher, matcher.mask()
 
     def _make_masks(self, states: list[MaskState]) -> None:
-        """Make masks for next tokens, then for those after drafts."""
         matchers = [present(state.matcher) for state in states]
         drafts = [state.sequence.drafts.tokens for state in states]
         for state, matcher, masks in zip(states, matchers, present(self._vocabulary).masks(matchers, drafts), strict=True):
@@ -344,7 +339,7 @@ class Masks:
         self._set_masks(state, masks)
 
     def _set_masks(self, state: MaskState, masks: np.ndarray) -> None:
-        """Set masks int32 [n, words] from the next unread token on. With the budget used up only
+        """Masks are int32 [n, words] from the next unread token on. With the budget used up only
         the end marker is allowed."""
         if state.limit is not None:
             limit, masks = copy(state.limit), masks.copy()

@@ -15,8 +15,7 @@ from engine.geometry import KVGroup
 
 
 class PagePool:
-    """Page numbers 1..pages-1 of one group. Free pages are allocated last-in first-out, so the
-    order is deterministic."""
+    """Page numbers 1..pages-1 of one group, allocated last-in first-out."""
 
     def __init__(self, group: KVGroup, pages: int) -> None:
         self.group = group
@@ -50,7 +49,6 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add a holder to each page, which is held or cached."""
         for page in pages:
             if not self.holders[page]:
                 assert self._cached[page], page
@@ -116,7 +114,6 @@ class PageRun:
         return self.pages[first - self.first : end - self.first]
 
     def drop_before(self, index: int) -> list[int]:
-        """Remove and return the pages of entries before `index`."""
         count = index - self.first
         dropped, self.pages = self.pages[:count], self.pages[count:]
         self.first = index

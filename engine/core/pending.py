@@ -10,8 +10,6 @@ from engine.core.sequence import Sequence
 
 
 class PendingTransfers:
-    """Ids start at 1. `begun` and `ended`: the last transfer that did."""
-
     def __init__(self) -> None:
         self.begun = 0
         self.ended = 0

@@ -36,7 +36,6 @@ def root_key(salt: str, adapter: int = NO_ADAPTER) -> bytes:
 def extend_keys(
     keys: list[bytes], root: bytes, tokens: "array[int]", page: int, count: int, media: Sequence[MediaItem] = ()
 ) -> None:
-    """Append the keys of the next pages, up to `count`."""
     key = keys[-1] if keys else root
     size = page * tokens.itemsize
     data = tokens[len(keys) * page : count * page].tobytes()
@@ -47,7 +46,6 @@ def extend_keys(
 
 
 def _media_by_page(media: Sequence[MediaItem], page: int) -> dict[int, bytes]:
-    """Encodes positions, spans and digests of the media in each page."""
     by_page: dict[int, bytes] = {}
     for item in media:
         described = repr((item.first, item.length, item.spans)).encode() + item.digest
@@ -99,8 +97,6 @@ class PrefixCache:
     """Segments of both pools, which are one pool for a model without sliding layers.
 
     version         changes with each tail, and so with what can be found
-    evicted_pages   since boot
-    events          is told of removals, or None
     """
 
     def __init__(self, full: PagePool, sliding: PagePool, events: CacheEvents | None = None) -> None:
@@ -141,7 +137,6 @@ class PrefixCache:
         return segment, segment.end
 
     def use(self, keys: list[bytes], hit: Hit) -> None:
-        """Make the path of a hit the most recently used."""
         self._touch(self._walk(keys[: hit.count])[0])
 
     def _touch(self, segment: Segment) -> None:
@@ -171,8 +166,7 @@ class PrefixCache:
         return known, new_tail
 
     def _grow(self, keys: list[bytes], full: list[int]) -> tuple[Segment, int]:
-        """Add what is missing; returns the segment that ends where `keys` do, and how many pages
-        were known."""
+        """Returns the segment that ends where `keys` do, and how many pages were known."""
         segment, known = self._walk(keys)
         if segment.end < known:
             segment = self._split(segment.children[keys[segment.end]], known - segment.end)
@@ -188,7 +182,6 @@ class PrefixCache:
         return segment
 
     def _split(self, segment: Segment, count: int) -> Segment:
-        """Split off its first `count` pages as a segment above it."""
         parent = segment.parent
         upper = Segment(parent, segment.start, segment.keys[:count], segment.pages[:count])
         parent.children[upper.keys[0]] = upper

@@ -24,11 +24,8 @@ from engine.protocol import (
 
 
 class Requests:
-    """The queue, the slots and the outputs.
-
-    unfinished  open requests by id; `waiting` and `running` are in order of precedence
-    longest     most tokens of one sequence that the pools can hold
-    """
+    """`waiting` and `running` are in order of precedence. longest: most tokens of one sequence in
+    the pools."""
 
     def __init__(
         self,
@@ -83,8 +80,7 @@ class Requests:
         return sequence
 
     def _limit(self, request: GenerateRequest, prompt: int) -> int:
-        """The length at which the request ends. InvalidRequest if it can never run here. The edge
-        has checked what does not depend on tables and pools."""
+        """The length at which the request ends. InvalidRequest if it can never run here."""
         params = request.params
         if not prompt:
             raise InvalidRequest("the prompt is empty")
@@ -126,14 +122,12 @@ class Requests:
         return [span for item in media for span in item.spans] if bidirectional else []
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a waiting sequence a slot and a new admission number."""
         self.waiting.remove(sequence)
         self._admissions += 1
         sequence.admit(self.free_slots.pop(), self._admissions, self.allocator.pools)
         bisect.insort(self.running, sequence, key=lambda running: running.precedence)
 
     def readmit(self, sequence: Sequence) -> None:
-        """Give a sequence a new admission number after `step_back`; it keeps its slot."""
         self._admissions += 1
         sequence.number = self._admissions
 
@@ -172,7 +166,6 @@ class Requests:
             self.end(sequence, Output(request, finish=FinishReason.stop if success else FinishReason.abort))
 
     def fail(self, sequence: Sequence, error: str, *, invalid: bool = False, not_finite: bool = False) -> None:
-        """End a request with an error. `not_finite`: what it computed was not finite."""
         sequence.pages.not_finite = not_finite
         self.end(sequence, Output(sequence.id, finish=FinishReason.error, error=error, invalid=invalid))
 

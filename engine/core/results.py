@@ -48,8 +48,6 @@ class InFlightStep(msgspec.Struct):
 
 
 class Results:
-    """`in_flight`: plans sent and not yet committed, oldest first."""
-
     def __init__(self, requests: Requests, draft_policy: DraftPolicy) -> None:
         self._requests, self._draft_policy = requests, draft_policy
         self.in_flight: deque[InFlightStep] = deque()
@@ -83,7 +81,7 @@ class Results:
                 self._requests.outputs.append(Output(sequence.id, prompt_logprobs=[logprobs]))
 
     def _commit_chunks(self, chunks: list[ChunkRow], result: StepResult, indices: range) -> None:
-        """`indices`: the result's rows of the chunks that give a token."""
+        """`indices`: of the chunks that give a token."""
         left = iter(indices)
         for sequence, number, end, samples in chunks:
             row = result.row(next(left)) if samples else None
@@ -128,7 +126,6 @@ class Results:
             sequence.step_back()
 
     def _take(self, sequence: Sequence, row: ResultRow, taken: list[int], finish: FinishReason | None, drafts: int = 0) -> None:
-        """Append a row's tokens and tell the client. Drafts among the tokens count as accepted."""
         assert (row.slot, row.number) == (sequence.slot, sequence.number & NUMBER_MASK), (row, sequence)
         if row.nan:
             self._requests.fail(sequence, _NOT_FINITE, not_finite=True)
@@ -163,8 +160,8 @@ def _note_drafts(step: InFlightStep, result: StepResult) -> None:
 
 
 def _cut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:
-    """The row's tokens up to the one that ends the sequence, with the reason, or up to where masks
-    may begin."""
+    """The tokens up to the one that ends the sequence, with the reason, or up to where masks may
+    begin."""
     length = len(sequence.tokens)
     may_stop = sequence.prompt + sequence.params.min_tokens
     for count, token in enumerate(tokens, 1):

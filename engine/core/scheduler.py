@@ -48,7 +48,6 @@ class StepBuilder(InFlightStep, kw_only=True):
     most: int = 0  # tokens that prompts could have in it
 
     def encode(self, sequence: Sequence, item: MediaItem) -> bool:
-        """Plan the encode of its next item; False if the plan is too full."""
         if self.plan.encodes and item.length > self.encoder_rows:
             return False
         self.plan.encodes.append((sequence.slot, item.first, item.length, sequence.media.encoded))
@@ -185,7 +184,7 @@ class Scheduler:
         self._pending.release()
 
     def _shares(self, step: StepBuilder) -> dict[Sequence, int]:
-        """Tokens in this step of each running prefill and each waiting prompt that may be admitted."""
+        """Tokens of each running prefill and each waiting prompt that may be admitted."""
         prompts = self._prompts()
         for sequence in self._admissions.candidates():  # probably what was cached at its last look-up still is
             cached = sequence.pages.hit.count * self.allocator.page if sequence.pages.hit else 0
@@ -207,7 +206,6 @@ class Scheduler:
         return dict(zip(prompts, self._budget.share(list(prompts.values()), step.budget, decodes), strict=True))
 
     def _prompts(self) -> dict[Sequence, Prompt]:
-        """What each running sequence could prefill now, in order."""
         prefills = [sequence for sequence in self.requests.running if sequence.planned < sequence.target]
         return {sequence: Prompt(sequence.ready, sequence.planned) for sequence in prefills if sequence.ready > 0}
 
@@ -246,7 +244,6 @@ class Scheduler:
                 add_row((sequence, sequence.number, end - planned))
 
     def _prefill(self, sequence: Sequence, share: int, step: StepBuilder, *, may_preempt: bool = True) -> None:
-        """Compute up to `share` more known tokens, as far as there are pages."""
         most = min(step.budget, step.scored) if sequence.reports_prompt else step.budget
         planned = sequence.planned
         least = sequence.media.uncut_ends(planned + 1)[1] - planned  # a whole span, if one begins there
@@ -296,8 +293,7 @@ class Scheduler:
         return size
 
     def _encode_ahead(self, step: StepBuilder) -> None:
-        """Begin encodes in a step with decode rows, in order, for sequences at an item. One plan's
-        encodes run at a time; with a time target, one item."""
+        """One plan's encodes run at a time; with a time target, one item."""
         begins = not (self._pending.running or self._budget.holds_encodes)
         if not step.decode_rows:
             return
@@ -315,14 +311,12 @@ class Scheduler:
             self._pending.wait(sequence, self._pending.begun + bool(step.plan.encodes))
 
     def _admit(self, step: StepBuilder, shares: dict[Sequence, int]) -> None:
-        """Admit from the queue. Nobody is preempted for it."""
         for sequence in self._admissions.admit() if step.budget else ():
             self._prefill(sequence, shares.get(sequence, 0), step, may_preempt=False)
             if not step.budget:
                 return
 
     def _spend(self, step: StepBuilder, planned: int) -> None:
-        """Give running prefills what is left of the `planned` shares."""
         chunks = _chunks(step)
         if sum(chunk.tokens for chunk in chunks) >= planned:
             return
@@ -339,8 +333,7 @@ class Scheduler:
             self._prefill(sequence, sequence.ready, step)
 
     def _preempt_for(self, sequence: Sequence, count: int) -> bool:
-        """Preempt younger sequences until `count` positions have pages; False if that is not
-        enough."""
+        """False if preempting all younger sequences is not enough."""
         while self.allocator.fitting(sequence, count) < count:
             youngest = self.requests.running[-1]
             if youngest is sequence:

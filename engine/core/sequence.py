@@ -22,8 +22,6 @@ from engine.protocol import MediaItem, SamplingParams
 
 
 class PageState(msgspec.Struct, eq=False):
-    """The pages that a sequence holds or shares. `root`: the key before its first page."""
-
     root: bytes
     keys: list[bytes] = []  # of the first pages needed so far
     hit: Hit | None = None  # the last look-up in the prefix cache, while the sequence waits
@@ -75,8 +73,6 @@ class MediaState(msgspec.Struct, eq=False):
 
 
 class Sequence(msgspec.Struct, eq=False):
-    """A request, and how far its tokens are computed. `id` is the front's."""
-
     id: int
     tokens: "array[int]"  # int32: the prompt, then the generated tokens
     prompt: int  # tokens of the prompt
@@ -114,8 +110,7 @@ class Sequence(msgspec.Struct, eq=False):
 
     @property
     def ready(self) -> int:
-        """Known tokens that can be computed now. If a mask is awaited, the last one, which gives a
-        token, is not."""
+        """Known tokens that can be computed now, without the last if its result needs a mask."""
         if not self.waits:
             return self.target - self.planned
         return 0 if "transfer" in self.waits else self.media.last_end(self.target - 1) - self.planned
@@ -133,7 +128,6 @@ class Sequence(msgspec.Struct, eq=False):
 
     @property
     def reports_prompt(self) -> bool:
-        """Ranks report logprobs of the prompt positions that they compute."""
         return self.params.prompt_logprobs is not None
 
     @property
@@ -143,13 +137,11 @@ class Sequence(msgspec.Struct, eq=False):
 
     @property
     def reusable(self) -> int:
-        """Positions that may come from the prefix cache. At least one token, and all with wanted
-        logprobs, are computed."""
+        """At least one token, and all with wanted logprobs, are computed."""
         return self.scored if self.scores else len(self.tokens) - 1
 
     def set_masks(self, *, masked: bool, waits: bool, may_draft: bool, first: int | None = None) -> None:
-        """Set whether its rows are masked, wait for a mask and may have drafts. A row in flight
-        that gives token `first`, which needs a mask, is dropped with later ones."""
+        """A row in flight that gives token `first`, which needs a mask, is dropped with later ones."""
         self.masked = masked
         self.drafts.allowed = may_draft and self.params.drafts
         if waits:
@@ -168,8 +160,8 @@ class Sequence(msgspec.Struct, eq=False):
         self.pages.admit(pools)
 
     def step_back(self) -> None:
-        """Drop the decode rows in flight but keep slot and pages. It is readmitted with its next
-        row, at `committed`; recomputed K and V are the same."""
+        """Drop the decode rows in flight but keep slot and pages. It is readmitted at `committed`;
+        recomputed K and V are the same."""
         assert self.committed >= self.target, self
         self.number = 0
         self.drafts.drop()

@@ -26,8 +26,6 @@ MOST_SLOWED = 4.0  # bound of a step's time relative to the expected one: a sing
 
 
 class Prompt(NamedTuple):
-    """Tokens that could be computed now, and the context length before them."""
-
     tokens: int
     context: int
 
@@ -96,7 +94,7 @@ class StepEstimate:
         self._rest += self._times.read_ms * context + self._times.attend_ms * context * tokens
 
     def fitting(self, context: int, target_ms: float) -> int:
-        """The most tokens after `context` others with which the step takes at most `target_ms`."""
+        """The most tokens with which the step takes at most `target_ms`."""
         times, token_ms = self._times, self._times.attend_ms * context
         target_ms = target_ms / self._slowed - times.read_ms * context
         ends = tuple((ms + (rows - self._rows) * token_ms, float(rows)) for rows, ms in times.prefills)
@@ -158,7 +156,7 @@ def drafting_ms(times: StepTimes, sequences: int, drafts: int) -> float:
 
 
 class Expected(NamedTuple):
-    """Whether a step with decode rows has prompts, its allowed mean time, and its expected time."""
+    """Of a step with decode rows: allowed mean time and expected time."""
 
     prompts: bool
     may_take_ms: float
@@ -166,8 +164,7 @@ class Expected(NamedTuple):
 
 
 class StepBudget:
-    """`rows`: of a step with prompts; `longest_ms`: of a step with decode rows; `target_ms`: mean
-    time a decoded token. Without `times` only rows bound a step."""
+    """`target_ms`: mean time a decoded token. Without `times` only rows bound a step."""
 
     def __init__(
         self, policy: Policy, rows: int, times: StepTimes | None, longest_ms: float | None, target_ms: float | None
@@ -189,7 +186,7 @@ class StepBudget:
 
     @property
     def _target_ms(self) -> float:
-        """Mean ms of steps with decode rows that meet the target, at most the longest step's."""
+        """Mean ms of steps that meet the target, at most the longest step's."""
         return min(self._longest_ms, self._token_ms * self._tokens or math.inf)
 
     @property
@@ -198,8 +195,8 @@ class StepBudget:
         return min(MAX_CREDIT * self._target_ms, self._longest_ms - self._target_ms) if self._token_ms else 0.0
 
     def drafts_with_prompts(self, sequences: int, tokens: Sequence[float]) -> int:
-        """Drafts a sequence in steps that prompts fill; `tokens`: given with 0, 1, ... drafts. 0
-        unless the saving is PROMPTS_WAIT times the cost of making and verifying them."""
+        """0 unless the saving is PROMPTS_WAIT times the cost of making and verifying them.
+        `tokens`: given with 0, 1, ... drafts."""
         times = self._times
         if times is None or not times.drafts:
             return len(tokens) - 1
@@ -227,12 +224,10 @@ class StepBudget:
         self._decoded = 0
 
     def forget_lateness(self) -> None:
-        """Reset the delay when no decode row can make up for it."""
         self._late_ms = 0.0
 
     def decoded(self, milliseconds: float, tokens: float) -> None:
-        """Note a step that ended `milliseconds` after the previous one and gave `tokens` a decode
-        row."""
+        """The step ended `milliseconds` after the previous one and gave `tokens` a decode row."""
         self._tokens += (tokens - self._tokens) / AVERAGED_STEPS
         if self._token_ms:
             self._decoded += 1
@@ -247,8 +242,7 @@ class StepBudget:
             self._save(PROMPT_TIME_SHARE * self._target_ms)
 
     def share(self, prompts: list[Prompt], most: int, decodes: DecodeRows) -> list[int]:
-        """Tokens of each prompt in the next step, `most` in total; prompts as in `Policy.order`.
-        `share_rest` may add to it, and `planned` gets the outcome."""
+        """Prompts as in `Policy.order`. `share_rest` may add to it, and `planned` gets the outcome."""
         self._decodes = decodes
         order = self._policy.order(prompts, self._oldest_first(prompts[0], most))
         if self._has_target:
@@ -262,14 +256,13 @@ class StepBudget:
         return tokens
 
     def share_rest(self, prompts: list[Prompt], most: int, chunks: list[Prompt]) -> list[int]:
-        """Further tokens for a step that has `chunks`, left by prompts that could not use theirs."""
+        """Further tokens, left by prompts that could not use theirs."""
         order = self._policy.order(prompts, False)
         if not self._has_target:
             return shares(prompts, order, most)
         return shares(prompts, order, most, self._estimate(chunks), self._may_take_ms)
 
     def planned(self, chunks: list[Prompt]) -> Expected | None:
-        """Note the final chunks; returns what to pass to `record`, if there is a target."""
         if not self._has_target:
             return None
         time = self._estimate(chunks)
@@ -280,7 +273,6 @@ class StepBudget:
         return expected
 
     def record(self, expected: Expected, milliseconds: float) -> None:
-        """Record a planned step that ended `milliseconds` after the previous one."""
         milliseconds = min(milliseconds, MOST_SLOWED * expected.step_ms)
         self._slowed *= 1 + (milliseconds / expected.step_ms - 1) / AVERAGED_STEPS
         may_take_ms = expected.may_take_ms if expected.prompts else self._mean_ms(milliseconds)
@@ -305,7 +297,7 @@ class StepBudget:
 
     def _within_target(self, prompts: list[Prompt], order: list[int], most: int) -> list[int]:
         """Serve the first prompt if its share is worth a step. Otherwise save time for it, and
-        serve prompts that the step finishes, but only so many."""
+        serve prompts that the step finishes."""
         first, may_take_ms = order[0], self._may_take_ms
         whole_ms = may_take_ms + self._credit_ms
         tokens = shares(prompts, order, most, self._estimate(), may_take_ms, whole_ms)
@@ -330,7 +322,6 @@ class StepBudget:
         return self._times is not None and self._decodes.rows > 0 and self._target_ms < math.inf
 
     def _mean_ms(self, decode_ms: float) -> float:
-        """Mean ms allowed for a step whose decode rows alone take `decode_ms`."""
         return max(self._target_ms, decode_ms / (1 - PROMPT_TIME_SHARE))
 
     @property

@@ -27,7 +27,6 @@ _SPACING = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexibl
 
 
 def json_rule(schema: Schema) -> str:
-    """The right side of a rule for a schema's JSON. InvalidRequest."""
     check_patterns(schema)
     kept = _changed({**schema, "nullable": False}, as_json_schema)  # references begin at the root
     if "$id" in schema:  # an inner schema's has no effect: check_patterns has refused references there
@@ -121,7 +120,6 @@ def _close(schema: JsonObject) -> JsonObject:
 
 
 def _changed(schema: Any, change: Callable[[JsonObject], JsonObject]) -> Any:
-    """Apply `change` to every object of a schema, innermost first."""
     if isinstance(schema, list):
         return [_changed(item, change) for item in schema]
     if not isinstance(schema, Mapping):
@@ -136,7 +134,7 @@ def _changed(schema: Any, change: Callable[[JsonObject], JsonObject]) -> Any:
 
 def _choices(schema: Any, root: Any, known: dict[str, float]) -> float:  # noqa: C901 - a case for each keyword
     """A bound of llguidance's work for a character of one string: each part of a pattern times all
-    others that hold. `known`: of references."""
+    others that hold."""
     if isinstance(schema, list):
         return max((_choices(branch, root, known) for branch in schema), default=1)
     if not isinstance(schema, Mapping):

@@ -48,11 +48,8 @@ Reading = Generator[None, None, T]
 
 
 class ArgumentsParser:
-    """One call's arguments after their opening bracket. Feed it text, with MARK for quote markers;
-    `take` gives the JSON.
-
-    in_string  markers other than the quote are text now
-    """
+    """Feed it text after the opening bracket, with MARK for quote markers; `take` gives the JSON.
+    in_string: other markers are text now."""
 
     def __init__(self, schema: ValueSchema, opener: str = "{") -> None:
         self.in_string = self._streams = False  # in a string that goes out as it comes
@@ -108,7 +105,6 @@ class ArgumentsParser:
         return True
 
     def _char(self, skipped: re.Pattern[str]) -> Reading[str]:
-        """The next character that is not skipped; "" at the end."""
         while True:
             self._at = end_of(skipped, self._text, self._at)
             if self._at < len(self._text):

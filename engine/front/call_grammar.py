@@ -140,8 +140,7 @@ class CallGrammar:
         self._rules.append(rule)
 
     def _value(self, schema: Any, depth: int) -> str:
-        """The right side of a rule for a value. Unless strict, unsupported keywords are left out,
-        or the value is free within its types."""
+        """Unless strict, unsupported keywords are left out, or the value is free within its types."""
         try:
             return self._by_schema(schema, depth)
         except GrammarTooLarge:
@@ -201,7 +200,6 @@ class CallGrammar:
         return self._referred[key]
 
     def _constants(self, schema: Schema) -> Iterator[str]:
-        """The values of enum or const that the other keywords allow."""
         values = ValueSchema(schema).listed_values
         if any(isinstance(value, dict | list) for value in values):
             raise SchemaError("an object or array in enum or const", "enum", "const")
@@ -319,7 +317,6 @@ def _note_freed(keyword: str) -> None:
 
 
 def _branches(schema: Schema, keyword: str) -> list[Any]:
-    """The schemas of anyOf, oneOf or allOf, each with the outer type."""
     kind = {"type": schema["type"]} if "type" in schema else {}
     return [{**kind, **branch} if isinstance(branch, Mapping) else branch for branch in schema[keyword]]
 

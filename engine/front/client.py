@@ -86,10 +86,8 @@ class EngineClient(asyncio.Protocol):
         adapter: int = NO_ADAPTER,
         media: tuple[MediaItem, ...] = (),
     ) -> Stream:
-        """Submit a request; arguments as in GenerateRequest. InvalidRequest if it cannot be sent.
-
-        Consecutive requests with the same tuple of media share them: they are sent once, first.
-        """
+        """InvalidRequest if it cannot be sent. Consecutive requests with the same tuple of media
+        share them: they are sent once."""
         self._last_id += 1
         stream = Stream(self._last_id, self.abort, Clock(monotonic()))
         request = GenerateRequest(
@@ -186,7 +184,6 @@ class EngineClient(asyncio.Protocol):
                 self._output(output)
 
     def _output(self, output: Output) -> None:
-        """Handle one request's output, unless the request has ended here."""
         stream = self._requests.get(output.id)
         if stream is None:
             return
@@ -203,7 +200,6 @@ class EngineClient(asyncio.Protocol):
             self.abort(output.id, AbortReason.slow_reader)
 
     def _started(self, request: int) -> None:
-        """The core has scheduled a request for the first time; no event if it is being aborted."""
         stream = self._requests.get(request)
         if stream is None:
             return
@@ -213,7 +209,6 @@ class EngineClient(asyncio.Protocol):
             self._sink(Scheduled(request, now - clock.submitted))
 
     def _count_tokens(self, outputs: Sequence[Output]) -> None:
-        """Report the tokens of one message, without those of ended or aborting requests."""
         now = monotonic()
         total = 0
         gaps = list[float]()
@@ -249,8 +244,7 @@ class EngineClient(asyncio.Protocol):
         self._sink(RequestFinished(request, outcome, count, ttft, tpot, e2e, clock.queue_s))
 
     def _interval(self, before: Load | None, load: Load) -> float | None:
-        """Seconds since the last reported step, if there is a new step and there was work in
-        between."""
+        """Seconds since the last reported step, if there is a new one and work in between."""
         last_step = before.step if before is not None and before.running + before.waiting else None
         if load.step == last_step:
             return None
@@ -273,7 +267,6 @@ class EngineClient(asyncio.Protocol):
             self._transport.write(frame(encode_message(message)))
 
     def _send_with_media(self, request: GenerateRequest, media: tuple[MediaItem, ...]) -> None:
-        """Send a request after its media. ValueError: too large."""
         size = sum(len(item.data) for item in media)
         if size > MAX_MESSAGE_BYTES:
             raise ValueError(f"media of {size} bytes exceed {MAX_MESSAGE_BYTES}")

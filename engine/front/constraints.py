@@ -27,9 +27,8 @@ class ToolChoice(NamedTuple):
 
 
 class Constraints(NamedTuple):
-    """`answer`: rules of engine.front.grammar, or None. `arguments`: how much of a call is
-    enforced; off: nothing of the model's own calls. `budget`: most tokens of thoughts, without
-    labels."""
+    """`arguments`: how much of a call is enforced; off: nothing of the model's own calls. `budget`:
+    most tokens of thoughts."""
 
     tools: Tools
     choice: ToolChoice
@@ -38,7 +37,6 @@ class Constraints(NamedTuple):
     budget: int | None
 
     def grammar(self, markers: Markers, prompt: Sequence[int], *, thinking: bool) -> Grammar | None:
-        """The grammar of the reply to `prompt`, or None. InvalidRequest."""
         thought = Thought.forced if thinking else Thought.none
         if markers.open_thought(prompt) is not None:
             thought = Thought.begun

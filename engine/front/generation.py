@@ -62,7 +62,6 @@ class Job:
 
     @property
     def media_tokens(self) -> dict[str, int]:
-        """Soft tokens in the prompt by media kind, in the words of OpenAI's usage."""
         counts = Counter[str]()
         for item in self.media:
             counts[f"{item.kind}_tokens"] += item.soft_tokens
@@ -131,7 +130,6 @@ class Choice(msgspec.Struct):
         self.finish, self.stop = delta.finish, delta.stop
 
     def take(self, part: Part) -> ReplyBlock:
-        """Add a part to its block, which is returned."""
         blocks = self.blocks
         if isinstance(part, ToolCallStart):
             blocks.append(ReplyBlock(len(blocks), "call", part.id, part.name))
@@ -265,15 +263,14 @@ class Generation:
         return Delta(joined(kept), output.tokens, output.logprobs, self._finish(output.finish), stop)
 
     def _by_token(self, output: Output) -> Iterator[list[Part]]:
-        """What each token adds, without the stop id at the end, then what was held back."""
+        """Without the stop id at the end, then what was held back."""
         for token in output.tokens[:-1] if _last(output) in self._stop_ids else output.tokens:
             yield self._reader.push([token])
         if output.finish is not None:
             yield self._reader.end(cut=output.finish is FinishReason.length)
 
     def _keep(self, parts: Iterable[Part], kept: list[Part]) -> str | None:
-        """Add to `kept` what precedes a stop string in the content; returns the match, or None.
-        Matches do not cross a thought or a call."""
+        """Returns the stop string that matched, or None. Matches do not cross a thought or a call."""
         for part in parts:
             if not isinstance(part, Content):
                 kept += (*_content(self._stops.flush()), part)
@@ -304,7 +301,6 @@ def _split_logprobs(output: Output) -> Iterator[Output]:
 
 
 def _last(output: Output) -> int | None:
-    """The stop token at the end of an output."""
     return output.tokens[-1] if output.finish is FinishReason.stop and output.tokens else None
 
 

@@ -46,7 +46,6 @@ class Structure(NamedTuple):
 
 
 def tagged_answer(structures: Sequence[Structure]) -> str:
-    """Free text in which every trigger begins one of its structures."""
     rules = ["answer: (" + " | ".join(f"tag_{index}" for index in range(len(structures))) + ")* FREE", r"FREE: /(.|\n)*/"]
     for index, structure in enumerate(structures):
         texts = structure.begin.removeprefix(structure.trigger), structure.end
@@ -92,7 +91,6 @@ def _from_gbnf(grammar: str) -> str:
 
 
 def calls_answer(calls: CallGrammar, most: int | None, answer: str | None = None) -> str:
-    """At most `most` calls, or an answer of a form, if given."""
     some_calls = f"call{{1,{'' if most is None else most}}}"
     if answer is None:
         return f"answer: {some_calls}\n{calls.text}"

@@ -15,8 +15,6 @@ Media = tuple[MediaItem, ...]
 
 @dataclass
 class _Sending:
-    """Media sent as `id`, and frames of requests that follow them."""
-
     id: int
     media: Media
     pieces: Iterator[bytes]
@@ -25,8 +23,6 @@ class _Sending:
 
 
 class MediaQueue:
-    """Frames for the core's socket, one at a time."""
-
     def __init__(self) -> None:
         self._ids = count(1)
         self._sendings = deque[_Sending]()
@@ -51,7 +47,7 @@ class MediaQueue:
         return True
 
     def next(self) -> bytes | None:
-        """The next frame: a piece, or all requests that waited for the media; None if empty."""
+        """A piece, or all requests that waited for the media; None if empty."""
         if not self._sendings:
             return None
         sending = self._sendings[0]

@@ -75,8 +75,6 @@ def key_of(text: str, closer: str) -> str | None:
 
 
 def end_of_bare_string(text: str, at: int, stop: int, container: Container) -> int | None:
-    """Position of the comma before the next key or element, or of the closing bracket; None if not
-    before `stop`."""
     depth = 0
     for match in _BRACKETS.finditer(text, at, stop):
         char, start = match[0], match.start()
@@ -94,8 +92,8 @@ def string_begins_behind(text: str, container: Container) -> bool:
 
 
 def string_is_over(text: str, containers: Sequence[Container]) -> bool | None:
-    """Whether a quote ends its string: closing brackets, then a comma with a key or element. None:
-    too little text."""
+    """Closing brackets, then a comma with a key or element, follow a quote that ends its string.
+    None: too little text."""
     at = 0
     for container in reversed(containers):
         for closer in reversed(container.closers):

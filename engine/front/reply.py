@@ -66,7 +66,6 @@ class Markers(NamedTuple):
         return cls(**{field: known[name] for name, field in _MARKERS.items()}, boundaries=boundaries)
 
     def open_thought(self, prompt: Sequence[int]) -> Sequence[int] | None:
-        """The tokens of a thought that the prompt leaves open, or None."""
         for index in range(len(prompt) - 1, -1, -1):
             if prompt[index] in self.boundaries:
                 return prompt[index + 1 :] if prompt[index] == self.begin_thought else None
@@ -74,16 +73,12 @@ class Markers(NamedTuple):
 
 
 def _head_of(text: str) -> re.Match[str] | None:
-    """The text as a call's head or its beginning, or None."""
     return _HEAD.fullmatch(text) if len(text) <= _HEAD_CHARACTERS else None
 
 
 class ReplyParser:
-    """Parser of one reply. Calls are parsed only with `tools`; `show_special`: other control tokens
-    appear in the content.
-
-    reasoning_tokens  so far, markers included;   calls  begun;   ended_calls  complete
-    """
+    """Calls are parsed only with `tools`; `show_special`: other control tokens appear in the
+    content. reasoning_tokens include markers."""
 
     def __init__(
         self,

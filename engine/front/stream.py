@@ -10,8 +10,6 @@ _ADDED = ("tokens", "logprobs", "prompt_logprobs", "cached", "accepted", "reject
 
 
 class Clock(msgspec.Struct):
-    """The clock points of one request (engine/events.py), None until they come."""
-
     submitted: float
     scheduled: float | None = None
     first: float | None = None

@@ -68,7 +68,6 @@ def repeats(schema: Mapping[str, Any], lower: str, upper: str, named: int = 0) -
 
 
 def searched(pattern: Any) -> str:
-    """The expression of any text that contains the pattern. SchemaError."""
     if not isinstance(pattern, str) or len(pattern) > MOST:
         raise SchemaError(f"the schema keyword 'pattern' with what is no text, or one of more than {MOST} characters,", "pattern")
     expression = "(?:" + "|".join(_anchored(branch, pattern) for branch in _alternatives(pattern)) + ")"
@@ -78,8 +77,8 @@ def searched(pattern: Any) -> str:
 
 
 def compiles(rule: str) -> bool:
-    """Whether a grammar's first rule is short enough, accepted by llguidance, and matches some
-    text; takes a millisecond."""
+    """Whether a rule is short enough, accepted by llguidance, and matches some text; takes a
+    millisecond."""
     return len(rule) <= _LONGEST_RULE and _compiles(rule)
 
 
@@ -92,8 +91,8 @@ def _compiles(rule: str) -> bool:
 
 
 def _alternatives(pattern: str) -> list[list[str]]:
-    """Split a pattern at its outermost bars, and each part into atoms: characters, escapes,
-    classes, starts of groups."""
+    """Split at the outermost bars, and each part into atoms: characters, escapes, classes, starts
+    of groups."""
     branches: list[list[str]] = [[]]
     depth = 0
     for atom in _ATOM.findall(pattern):

@@ -51,11 +51,8 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], **switches: bool
     ) -> tuple[str, str]:
-        """The guarded text, and its sentinel. InvalidRequest names the field.
-
-        messages and tools are in OpenAI's form; `switches`: enable_thinking, add_generation_prompt,
-        preserve_thinking.
-        """
+        """The guarded text, and its sentinel. messages and tools are in OpenAI's form.
+        InvalidRequest names the field."""
         cut = CutCalls()
         try:
             prepared = [_prepared(message, cut) for message in messages]
@@ -94,8 +91,7 @@ class CutCalls:
         self._left = MAX_CUT
 
     def closed(self, text: str) -> str | None:
-        """The JSON of the call if the model had ended it here; None if the calls have more than
-        MAX_CUT values in total."""
+        """None if the calls have more than MAX_CUT values in total."""
         values = 32 + text.count(",") + text.count(":") + text.count("[") + text.count("{")
         if values > self._left:
             return None
@@ -107,7 +103,6 @@ class CutCalls:
 
 
 def _prepared(message: JsonObject, cut: CutCalls) -> JsonObject:
-    """The message as templates expect it: no thoughts, arguments as mappings."""
     ready = dict(message)
     if message["role"] == "assistant":
         ready["content"] = _without_thoughts(message.get("content"))
@@ -172,7 +167,6 @@ def _parsed(text: str, cut: CutCalls) -> Any:
 
 
 def _flat_enough(value: Any, text: str) -> Any:
-    """The value, or the text if it is nested deeper than MAX_DEPTH."""
     level = [value]
     for _ in range(MAX_DEPTH):
         containers = [each.values() if isinstance(each, Mapping) else each for each in level if isinstance(each, Mapping | list)]

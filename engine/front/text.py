@@ -99,11 +99,8 @@ class StopStrings:
 
 
 class TextProcessor:
-    """A checkpoint's tokenizer and chat template. Thread-safe, immutable.
-
-    `eos_ids` end a reply; `pieces`: the vocabulary as output; `template`: its text;
-    `thinks_by_default`: whether the model thinks unless told.
-    """
+    """Thread-safe, immutable. `eos_ids` end a reply; `pieces`: the vocabulary as output;
+    `thinks_by_default`: the model thinks unless told."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: str | None, tokens: Mapping[str, str], eos: Sequence[int]
@@ -174,7 +171,6 @@ class TextProcessor:
         return stream.push(token_ids) + stream.flush()
 
     def _tokenize(self, text: str, param: str, most: int, sentinel: str = "") -> list[int]:
-        """Cut `text` at its control tokens, remove the sentinel, tokenize the rest as plain text."""
         ids = []
         for plain, control in self._pieces_of(text):
             if plain:
@@ -209,8 +205,7 @@ class TextProcessor:
         return self._encoded(text)
 
     def _is_longer(self, text: str, most: int) -> bool:
-        """Whether a long text has more than `most` tokens, judged by a part: pieces share few
-        tokens at their boundaries."""
+        """Judged by a part of a long text: pieces share few tokens at their boundaries."""
         count = 0
         for begin in range(0, len(text), _WINDOW):
             count += len(self._encoded(text[begin : begin + _WINDOW])) - _SEAM
@@ -227,7 +222,6 @@ class TextProcessor:
 
 
 def expanded(text: str, media: Sequence[tuple[MediaKind, str]]) -> str:
-    """Replace the template's placeholder for each of `media` by its text."""
     kinds = _PLACEHOLDER.findall(text)
     if kinds != [kind for kind, _ in media]:
         raise InvalidRequest("messages: the chat template has no place for media in one of them", param="messages")

@@ -58,7 +58,6 @@ class Tools:
         return last if name not in self._schemas and last in self._schemas else name
 
     def parameters(self, name: str) -> ValueSchema:
-        """The schema of a tool's arguments; an undeclared tool's allows anything."""
         return self._schemas.get(name, ValueSchema())
 
     def may_become_call(self, text: str) -> bool:
@@ -74,7 +73,6 @@ def _wrong(where: str, why: str) -> InvalidRequest:
 
 
 def _checked(function: Any, where: str, schema: str) -> tuple[str, Schema]:
-    """(name, parameters) of a function at `where`, with parameters at `schema`."""
     if not isinstance(function, Mapping):
         raise _wrong(where, "must be an object")
     name, parameters = function.get("name"), function.get("parameters")
@@ -102,7 +100,7 @@ def _check_parameters(parameters: Any, where: str) -> None:
 
 
 def _checked_schema(schema: Any, root: Any, where: str) -> list[tuple[str, Any]]:
-    """Schemas inside this one, and its reference's, with their places; checks this one."""
+    """Schemas inside this one, and its reference's, with their places."""
     if isinstance(schema, bool):
         return []
     if not isinstance(schema, Mapping):
@@ -130,7 +128,6 @@ def _check_keywords(schema: Schema, where: str) -> None:
 
 
 def _of_kind(kind: type[Any], schema: Schema, keyword: str, where: str) -> Any:
-    """The value of `keyword`, of this kind; empty if missing."""
     value = schema.get(keyword)
     if value is None:
         return kind()

@@ -44,7 +44,6 @@ class ValueSchema:
         return self.types is None or kind in self.types or (kind == "integer" and "number" in self.types)
 
     def member(self, key: str) -> "ValueSchema":
-        """The schema of an object's member, over all alternatives."""
         return self._inside(lambda branch: _mapping(branch.get("properties")).get(key, branch.get("additionalProperties")))
 
     @cached_property
@@ -55,12 +54,10 @@ class ValueSchema:
 
     @property
     def listed_values(self) -> list[Any]:
-        """The values of its own const or enum that its type allows."""
         return [value for value in _constants_of(self.schema) or () if self.allows(_PYTHON_TYPES[type(value)])]
 
     @cached_property
     def required(self) -> Mapping[str, frozenset[bytes] | None]:
-        """Required keys of an object, with the `constants` of each."""
         return {key: self.member(key).constants for key in map(str, listed(self._single_branch.get("required")))}
 
     @cached_property
@@ -74,7 +71,6 @@ class ValueSchema:
         return any(key in _mapping(branch.get("properties")) for branch in self._branches())
 
     def element(self, index: int) -> "ValueSchema":
-        """The schema of an array's element, over all alternatives."""
         return self._inside(lambda branch: _element(branch, index))
 
     def _inside(self, schema_of: Callable[[Schema], Any]) -> "ValueSchema":
@@ -115,7 +111,6 @@ def referred(root: Any, reference: Any) -> Any:
 
 
 def listed(value: Any) -> list[Any]:
-    """A keyword's values: a list, a single one or none."""
     if isinstance(value, list):
         return value
     return [] if value is None else [value]
@@ -155,8 +150,8 @@ def _says_nothing(keyword: str, value: Any) -> bool:
 
 
 def _with_held_bound(schema: JsonObject, side: str) -> JsonObject:
-    """Replace an exclusive bound by the next inclusive one where llguidance would allow the bound:
-    for whole numbers with the other bound less than 1 away, as in 0 < x < 0.5."""
+    """llguidance would allow an exclusive bound of a whole number whose other bound is less than 1
+    away, as in 0 < x < 0.5."""
     exclusive = f"exclusive{side}"
     inclusive = side.lower()
     bound = schema.get(exclusive)
@@ -228,7 +223,6 @@ def json_kind(text: str) -> str | None:
 
 
 def types_of(schema: Any) -> list[str]:
-    """The JSON types of one schema without its alternatives; empty if it does not say."""
     branch = _mapping(schema)
     named = [str(name).lower() for name in listed(branch.get("type"))]
     types = named or [_PYTHON_TYPES[type(value)] for value in _constants_of(branch) or ()]

@@ -70,8 +70,8 @@ class _Owner:
 
 
 def load_adapters(model: Shard, tensors: TensorTable, folders: Mapping[str, str]) -> None:
-    """Load adapters, by name and folder; empty on the meta device. CheckpointError names an adapter
-    with a tensor that has no place, is not finite or changes nothing."""
+    """Empty on the meta device. CheckpointError names an adapter with a tensor that has no place,
+    is not finite or changes nothing."""
     mapped = map_adapters(folders, tensors, model.geometry)
     if not mapped:
         return
@@ -91,8 +91,8 @@ def load_adapters(model: Shard, tensors: TensorTable, folders: Mapping[str, str]
 def add_stacks(
     model: Shard, known: dict[str, Piece], ranks: Mapping[str, int], adapters: int
 ) -> tuple[dict[str, _Place], dict[str, AdapterStack]]:
-    """Add empty stacks. ranks: the largest of each changed matrix, by name. Returns each matrix's
-    place, and the stacks by path."""
+    """ranks: the largest of each changed matrix, by name. Returns each matrix's place, and the
+    stacks by path."""
     places, owners = _owners(known, model.dtype)
     for name, rank in ranks.items():
         owner = owners[places[name].owner]
@@ -143,7 +143,6 @@ def _rows(piece: Piece) -> tuple[int, int]:
 
 
 def _columns(piece: Piece) -> tuple[int, int]:
-    """First column of the matrix on this rank, and their number."""
     (cut,) = piece.targets[0].cuts
     if cut.dim == 0:
         return 0, piece.shape[1]
@@ -192,7 +191,6 @@ def _acts(a: Tensor, b: Tensor, matrix: AdapterMatrix) -> bool:
 
 
 def _halves(matrix: AdapterMatrix, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """A and B of each matrix of the model, by name; those of all experts are unfolded."""
     for expert in range(max(1, matrix.experts)):
         inner = a[expert * matrix.rank : (expert + 1) * matrix.rank]
         outer = b.view(len(b), matrix.rank, -1)[:, :, expert]

@@ -106,13 +106,11 @@ class ForwardBatch:
         return tuple(blocks)
 
     def of_rows(self, rows: slice | Tensor) -> "ForwardBatch":
-        """Ids, positions, slots and rotary embeddings of some rows, as decode rows without pages."""
         rope = {key: table[rows] for key, table in self.rope.items()}
         return ForwardBatch(self.ids[rows], self.positions[rows], self.slots[rows], rope, ())
 
 
 def frequencies_of(layers: Iterable[Layer], device: torch.device) -> RopeTensors:
-    """fp32 [pairs] of each rotary embedding of the layers."""
     keys = dict.fromkeys((layer.rope, layer.head_dim) for layer in layers)
     return {(rope, d): inverse_frequencies(rope.theta, rope.pairs, d, rope.factor).to(device) for rope, d in keys}
 

@@ -88,7 +88,6 @@ def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *,
 
 
 def _filled(checkpoint: Checkpoint, source: str, *arguments: object) -> Any:
-    """Build a checkpoint's shard, filled from files or at random, or empty."""
     made = resolve_name(checkpoint.model)(checkpoint.geometry, *arguments)
     if source == "safetensors":
         resolve_name(checkpoint.loader)(made, checkpoint.tensors, checkpoint.folder, checkpoint.weights)
@@ -112,14 +111,12 @@ def kv_bytes(rank: Rank) -> int:
 
 
 def kv_cache(config: EngineConfig, pages: Sequence[int], device: torch.device) -> KVCache:
-    """Pools of `pages[i]` pages for KV group i, and page tables of all slots."""
     slots = config.max_seqs + 1  # one for padding rows
     groups = zip(config.kv_groups, pages, strict=True)
     return KVCache([GroupCache(group, count, slots, config.max_len, device, config.widest) for group, count in groups])
 
 
 def build(rank: Rank, pages: Sequence[int], shapes: StepShapes | None = None) -> Runner:
-    """Build the runner of a loaded rank. shapes None: `StepShapes.of` its settings."""
     return build_runner(rank, kv_cache(rank.config, pages, rank.device), shapes or StepShapes.of(rank.config))
 
 

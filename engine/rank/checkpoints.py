@@ -33,7 +33,6 @@ class Checkpoints(NamedTuple):
 
     @property
     def every(self) -> list[Checkpoint]:
-        """Each checkpoint once; an encoder may take two kinds of media."""
         drafters = [] if self.drafter is None else [self.drafter]
         return [*dict.fromkeys([self.text, *self.encoders.values(), *drafters])]
 

@@ -34,7 +34,6 @@ class CompileArgs(msgspec.Struct, frozen=True):
 
 
 def start(config: EngineConfig) -> list[subprocess.Popen[bytes]]:
-    """Start half the CPUs' number of processes, at most PROCESSES."""
     processes = min(PROCESSES, len(os.sched_getaffinity(0)) // 2)
     target, properties = torch.cuda.get_device_capability(), torch.cuda.get_device_properties()
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

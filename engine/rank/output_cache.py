@@ -17,14 +17,10 @@ Key = tuple[bytes, tuple[int, ...]]  # digest and shape of an item
 
 @dataclass(eq=False)
 class EncodedRows:
-    """rows [n, hidden]: on the device, or on the host after eviction."""
-
     rows: Tensor
 
 
 class Outputs:
-    """Up to `max_bytes` of outputs, least recently used first."""
-
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.bytes = max_bytes, 0
         self._outputs: OrderedDict[Key, EncodedRows] = OrderedDict()
@@ -47,15 +43,12 @@ class Outputs:
 
 
 class OutputCache:
-    """Up to `device_bytes` on the device, then `host_bytes` on the host."""
-
     def __init__(self, device: torch.device, device_bytes: int, host_bytes: int) -> None:
         self._device = device
         self.on_device, self.on_host = Outputs(device_bytes), Outputs(host_bytes)
         self.host_hits = self.evictions = 0
 
     def take(self, key: Key) -> EncodedRows | None:
-        """Remove the output and return it on the device; None if absent."""
         if (output := self.on_device.take(key)) is None and (output := self.on_host.take(key)) is not None:
             self.host_hits += 1
             output.rows = uploaded(output.rows, self._device)

@@ -44,8 +44,6 @@ class Violation(NamedTuple):
 
 
 class PageCheck:
-    """The check of one rank. `violations`: device records, copied out with a step's result."""
-
     def __init__(self, slots: SlotState) -> None:
         self._slots = slots
         self._pages = [cache.pool.shape[1] for cache in slots.cache]
@@ -74,7 +72,6 @@ class PageCheck:
             table.zero_()
 
     def check(self, batch: ForwardBatch) -> None:
-        """Check between a step's inputs and its model. Capturable."""
         first = batch.prompts
         slots, positions = (rows[first :: batch.width].contiguous() for rows in (batch.slots, batch.positions))
         for cache, ends, gathered in zip(self._slots.cache, self._ends, batch.pages, strict=True):

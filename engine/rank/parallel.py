@@ -47,8 +47,6 @@ class Parallel(Protocol):
 
 
 class Inboxes(NamedTuple):
-    """One rank's end of the memory that ranks write into each other's."""
-
     allreduce: AllReduceInbox
     argmax: ArgmaxInbox
     sequence: SequenceParallel | None = None
@@ -82,7 +80,6 @@ def make_inboxes(
 
 
 def inboxes_of(inboxes: Inboxes | None, rows: int) -> tuple[AllReduceInbox, ArgmaxInbox] | tuple[None, None]:
-    """Both inboxes if they hold so many rows; otherwise collectives are used."""
     return (inboxes.allreduce, inboxes.argmax) if inboxes is not None and rows <= inboxes.allreduce.rows else (None, None)
 
 

@@ -138,7 +138,6 @@ class OwnRows(Exchange):
         return x.whole() if isinstance(x, GatheredRows) else super().all_rows(x)
 
     def cut(self, x: Tensor) -> Pieces:
-        """The pieces of x [T, ...], cut as those of a row-parallel product."""
         return self._sequence.cut(x)
 
     def of_rows(self, rows: Tensor) -> Exchange:  # noqa: ARG002 (it takes any)

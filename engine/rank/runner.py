@@ -94,8 +94,7 @@ class Runner:
 
     @torch.inference_mode()
     def list_launches(self, share: int, shares: int) -> None:
-        """Launch every `shares`-th captured step once on the meta device, and in the first share
-        `warm`."""
+        """Every `shares`-th captured step once, and in the first share `warm`."""
         if share == 0:
             self.warm()
         for sizes, name in product(islice(self._captured(), share, None, shares), LARGEST_SAMPLERS):
@@ -103,8 +102,6 @@ class Runner:
 
     @torch.inference_mode()
     def repeat(self, sizes: StepSizes, sampler: str) -> None:
-        """Run the last uploaded plan eagerly, padded to `sizes`, with drafts after decode rows; on
-        a GPU."""
         if self.adapted:
             self.forward_stage.padded(sizes, adapted=True)
         batch, hidden = self.forward_stage.padded(sizes)
@@ -120,7 +117,6 @@ class Runner:
         return self._sampled(batch, hidden, asked)
 
     def _sampled(self, batch: ForwardBatch, hidden: Tensor, asked: ResultRows) -> StepTokens:
-        """Sample the uploaded plan's result rows, and accept their drafts. Capturable."""
         sampled = self.sample_stage.sample(self.inputs.plan, batch, hidden, asked)
         if self.draft_stage is None or batch.width == 1:
             return sampled
@@ -151,8 +147,7 @@ class Runner:
             group.pool[:, 0] = 0
 
     def _prefilled(self, rows: int) -> tuple[ForwardBatch, Tensor]:
-        """Run a prefill in the padding slot, the largest of an image if there may be any; returns
-        batch and final hidden rows."""
+        """The largest prefill of an image if there may be any; returns batch and final hidden rows."""
         image = self.shapes.images and rows == self.shapes.longest
         chunk = (self.slots.padding, 0, rows, rows - 1, 0, int(image))
         plan = read_plan(encode_plan(StepPlan(1, chunks=[chunk], spans=[(0, rows)] * image)))
@@ -209,7 +204,6 @@ class Runner:
         return self.adapted and any(map(self.slots.have_adapters, slots))
 
     def _forward_padded(self, step: Forwarded, sizes: StepSizes) -> None:
-        """Run the uploaded plan's forward, padded to `sizes`, as a graph if there is one."""
         adapted = self._is_adapted(step.plan)
         if sizes.prompts and self.inputs.soft is not None:
             chunks = chunks_of(step.plan)
@@ -221,7 +215,6 @@ class Runner:
             step.batch, step.hidden = self.graphs.replay("adapted forward" if adapted else "forward", sizes)
 
     def _forward_unpadded(self, step: Forwarded, sizes: StepSizes) -> None:
-        """Run the uploaded plan's forward unpadded, with its prompt logprobs."""
         chunks = chunks_of(step.plan)
         soft = self.encode_stage.soft_tokens(chunks)
         step.scored = scored_rows(chunks, self.slots.prompt_scorings)
@@ -256,7 +249,6 @@ class Runner:
         return launched
 
     def _drafted(self, step: Forwarded, batch: ForwardBatch, sampled: StepTokens, stage: DraftStage) -> StepTokens:
-        """Draft after the sampled tokens; returns drafts if the core needs them."""
         plan = step.plan
         if batch.width == 1:
             stage.accept(batch, sampled.chosen, step.hidden, adjusted=False)
@@ -269,7 +261,7 @@ class Runner:
         return replace(sampled, drafts=stage.last_drafts(sequences, plan.drafts)) if plan.masked else sampled
 
     def run(self, plans: Iterable[bytes]) -> list[bytes]:
-        """Run plans in order, DEPTH at a time; returns the results' bytes."""
+        """DEPTH at a time; returns the results' bytes."""
         out: deque[Launched] = deque()
         results = []
         for data in plans:

@@ -114,7 +114,6 @@ class Sampler:
         return torch.cat(numbers, 1)
 
     def _filter(self, logits: Tensor, batch: SamplingBatch, chosen: Tensor, rows: Tensor) -> None:
-        """Sample `rows` int64 [n] from whole logits, into `chosen` and the token table."""
         capped = None if batch.capped is None else batch.capped[rows]
         batch = replace(batch, slots=batch.slots[rows], positions=batch.positions[rows], capped=capped)
         local, spare = logits[rows], -len(rows) % self._parallel.size

@@ -26,13 +26,8 @@ _RECORD = np.dtype(list(RECORD_FIELDS))
 
 
 class SlotState:
-    """Device tables of all slots, and the host's mirror of what plans decide.
-
-    ids     vocabulary ids of this rank's logits;   drafts  most draft tokens of a slot
-    padding          the padding rows' slot
-    adapters         int32 [slots], -1: none
-    prompt_scorings  by slot
-    """
+    """Device tables of all slots, and the host's mirror of what plans decide. adapters: int32
+    [slots], -1: none."""
 
     def __init__(self, slots: int, max_len: int, cache: KVCache, ids: range, device: torch.device, drafts: int = 0) -> None:
         self.device = device
@@ -54,7 +49,6 @@ class SlotState:
         self.prompt_scorings: dict[int, PromptScoring] = {}
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Write tokens and parameters of new sequences, and clear their page table rows."""
         if not admissions:
             return
         self.adjustments.admit(admissions)
@@ -79,7 +73,6 @@ class SlotState:
         return bool((self._adapters[slots] != NO_ADAPTER).any())
 
     def warm(self) -> None:
-        """Compile the kernel of admissions, by a neutral one to the padding slot."""
         self._store([Admission(self.padding, 0, (), 0, SamplingParams(max_tokens=1, temperature=0.0))])
 
     def _store(self, admissions: Sequence[Admission]) -> None:

@@ -55,7 +55,6 @@ class StepBuffers:
         self.plan[:size].copy_(staging, non_blocking=True)
 
     def apply(self) -> None:
-        """Apply the uploaded plan to page tables and lengths."""
         apply_plan(self.plan, LAYOUT, [cache.table for cache in self._slots.cache], self._slots.lengths)
 
     def drafting(self, slots: Tensor, positions: Tensor, rope_positions: Tensor) -> ForwardBatch:
@@ -78,7 +77,6 @@ class StepBuffers:
             self._last_seen[: len(seen)] = seen
 
     def with_media(self, batch: ForwardBatch) -> ForwardBatch:
-        """Add what `set_media` sets to a padded batch. Capturable."""
         count = batch.prompts
         if self.soft is None or not count:
             return batch

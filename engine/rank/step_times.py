@@ -92,30 +92,24 @@ def _ascending(points: list[tuple[int, float]]) -> Measured:
 
 
 class _Probe:
-    """Runs plans of its own on a runner. steps: at each point, with the untimed ones."""
-
     def __init__(self, runner: Runner, vocab: int, series: tuple[int, ...]) -> None:
         self._runner, self._series, self.steps = runner, series, 2 + sum(series)
         self._admission = partial(admission_plan, runner.slots.cache, vocab)
         self._step = 0
 
     def decode_ms(self, rows: int, context: int) -> float:
-        """Step of `rows` decode rows with `context` tokens each."""
         return self._timed(self._decoding(rows, context), StepPlan(0, rows=single_rows(range(rows))))
 
     def drafts_ms(self, rows: int, drafts: int) -> float:
-        """Step that verifies and makes `drafts` drafts of `rows` sequences with short contexts."""
         width = 1 + drafts
         first = self._admission(range(rows), 2, 1, 1 + self.steps * width)
         return self._timed(first, StepPlan(0, drafts=drafts, rows=[(slot, width, 0) for slot in range(rows)]))
 
     def prefill_ms(self, rows: int, context: int = 0) -> float:
-        """Step of `rows` tokens of one prompt, after `context` others."""
         return self._timed(*self._chunked(0, rows, context))
 
     def mixed_ms(self, sequences: int, context: int, prefills: Measured, width: int = 1, drafts: int = 0) -> float:
-        """Extra time of a step with `sequences` decoding, compared with `prefills` of equally many
-        prompt tokens."""
+        """Extra time compared with `prefills` of equally many prompt tokens."""
         rows = sequences * width
         whole, alone = next((point for point in prefills if point[0] >= 2 * rows), prefills[-1])
         decoding, (newcomer, chunk) = self._decoding(sequences, context, width), self._chunked(sequences, max(1, whole - rows), 0)
@@ -141,11 +135,9 @@ class _Probe:
         self._runner.report_stage.state_hash = 0
 
     def _decoding(self, sequences: int, context: int, width: int = 1) -> StepPlan:
-        """Admits sequences to the first slots, with pages for all timed rows."""
         return self._admission(range(sequences), context + 1, context, context + self.steps * width)
 
     def _chunked(self, slot: int, rows: int, context: int) -> tuple[StepPlan, StepPlan]:
-        """Two plans: admit a prompt, and compute `rows` tokens of it after `context`."""
         end = context + rows
         return self._admission([slot], end, context, end), StepPlan(0, chunks=[(slot, context, end, end - 1, 0, 0)])
 

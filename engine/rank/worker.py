@@ -35,7 +35,6 @@ IDLE_S = 200e-6
 
 
 def load(config: EngineConfig, args: BootArgs) -> Rank:
-    """Join the group of ranks, and load this rank's shard."""
     device = torch.device("cuda", args.index) if config.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # of steps, before encoders' kernels
@@ -85,7 +84,6 @@ def _boot(lifeline: Lifeline) -> Runner:
 
 
 def wait_at_most(rank: Rank, seconds: float) -> None:
-    """Bound this rank's waits for other ranks from now on."""
     if isinstance(rank.parallel, MappedCollectives):
         rank.parallel.timeout_s = seconds
     if rank.inboxes is not None:
@@ -93,8 +91,6 @@ def wait_at_most(rank: Rank, seconds: float) -> None:
 
 
 class Worker:
-    """Reads plans, masks and media from the core's rings; publishes results and status."""
-
     def __init__(self, runner: Runner, lifeline: Lifeline) -> None:
         args = lifeline.args
         self._runner, self._lifeline, self._index = runner, lifeline, args.index
@@ -109,7 +105,6 @@ class Worker:
         self._last_step = 0  # launched, or at least its forward
 
     def run(self) -> None:
-        """Run plans until a stop plan, and finish earlier steps."""
         running = True
         while running or self._launched:
             finished = False

@@ -19,15 +19,15 @@ MEASURES = (*BANNED, *RATES)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # In the order of MEASURES; those of RATES per 1 000 lines.
 ALLOWED: dict[str, tuple[int, ...]] = {
-    "engine/core": (0, 0, 0, 0, 0, 0, 0, 1886, 21, 26),
-    "engine/rank": (0, 0, 0, 0, 0, 0, 0, 1833, 28, 27),
-    "engine/front": (0, 0, 0, 0, 0, 0, 0, 1420, 15, 48),
-    "engine": (0, 0, 0, 0, 0, 0, 0, 2019, 8, 28),
-    "kernels": (0, 0, 0, 0, 0, 0, 0, 1931, 49, 27),
-    "cluster": (0, 0, 0, 0, 0, 0, 0, 1654, 4, 35),
-    "deploy/edge": (0, 0, 0, 0, 0, 0, 0, 1270, 4, 32),
-    "deploy": (0, 0, 0, 0, 0, 0, 0, 1195, 3, 32),
-    "dashboards": (0, 0, 0, 0, 0, 0, 0, 884, 4, 19),
+    "engine/core": (0, 0, 0, 0, 0, 0, 0, 1543, 21, 26),
+    "engine/rank": (0, 0, 0, 0, 0, 0, 0, 1650, 28, 27),
+    "engine/front": (0, 0, 0, 0, 0, 0, 0, 1227, 15, 48),
+    "engine": (0, 0, 0, 0, 0, 0, 0, 1828, 8, 28),
+    "kernels": (0, 0, 0, 0, 0, 0, 0, 1829, 49, 27),
+    "cluster": (0, 0, 0, 0, 0, 0, 0, 1451, 4, 35),
+    "deploy/edge": (0, 0, 0, 0, 0, 0, 0, 1116, 4, 32),
+    "deploy": (0, 0, 0, 0, 0, 0, 0, 1055, 3, 32),
+    "dashboards": (0, 0, 0, 0, 0, 0, 0, 852, 4, 19),
     "docs": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
 }
 

@@ -51,7 +51,6 @@ def _frames(stream: Any) -> Iterator[AudioFrame]:
 
 
 def _mono(stream: Any, most_seconds: float) -> Iterator[Array]:
-    """The stream's frames at 16 kHz, mixed to one channel."""
     resampler, samples = AudioResampler("fltp", rate=RATE), 0
     for frame in chain(_frames(stream), [None]):  # at last what the resampler holds
         samples += frame.samples if frame else 0

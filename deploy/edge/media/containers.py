@@ -44,8 +44,8 @@ def demuxer(data: bytes) -> str | None:
 
 
 def opened_stream(data: bytes, kind: Literal["audio", "video"], most_seconds: float, pixels: int = 1) -> Any:
-    """The best stream of its kind, decoded by one thread. `pixels` bounds probing. InvalidRequest:
-    unknown file or codec, no stream, or too long."""
+    """The best stream, decoded by one thread. `pixels` bounds probing. InvalidRequest: unknown file
+    or codec, no stream, or too long."""
     if (name := demuxer(data)) is None:
         raise InvalidRequest("it is not WAV, MP3, FLAC, Ogg, AAC, M4A, MP4 or WebM")
     codecs = ",".join(codec for names in _CODECS.values() for codec in names)

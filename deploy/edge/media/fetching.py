@@ -77,7 +77,6 @@ def _get(parts: SplitResult, rules: MediaSettings) -> bytes | str:
 
 
 def _address(host: str, port: int, rules: MediaSettings) -> str:
-    """An address of a named host, or a public one of another."""
     addresses = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     if not _is_named(host, rules) and not all(map(is_public, addresses)):
         raise InvalidRequest(f"nothing is fetched from {host[:100]!r}: its address is not public")

@@ -125,7 +125,6 @@ def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProc
 
 
 def _items(medium: Prepared, runs: list[tuple[int, int]]) -> Iterator[MediaItem]:
-    """One item or, of audio, one for each clip."""
     if not medium.clips:
         first, end = runs[0][0], runs[-1][1]
         yield MediaItem(first, end - first, medium.digest, tuple(runs), medium.kind, medium.shape, medium.data)

@@ -69,7 +69,6 @@ def soft_tokens(raster: "np.ndarray[Any, Any]") -> int:
 def prepared(
     kind: MediaKind, raster: "np.ndarray[Any, Any]", text: str, runs: int = 1, clips: tuple[int, ...] = ()
 ) -> Prepared:
-    """The medium, with the digest of the encoder's input."""
     data = raster.tobytes()
     digest = digest_of(kind, raster.shape, data)
     return Prepared(kind=kind, shape=raster.shape, data=data, digest=digest, text=text, runs=runs, clips=clips)

@@ -42,8 +42,7 @@ class Fetched(FrozenStruct):
 
 
 class Prepared(FrozenStruct, kw_only=True):
-    """A medium as MediaItem has it, and its `text` in the prompt, with `runs` of soft tokens.
-    `clips`: rows of each."""
+    """A medium as MediaItem has it, and its `text` in the prompt, with `runs` of soft tokens."""
 
     kind: MediaKind
     shape: tuple[int, ...]

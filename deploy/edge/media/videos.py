@@ -79,7 +79,6 @@ def _animated(task: DecodeTask, data: bytes) -> TimedFrames:
 
 
 def _filmed(task: DecodeTask, data: bytes) -> TimedFrames:
-    """A container's sampled frames, decoded from the key frame before each."""
     stream = opened_stream(data, "video", task.video_seconds, task.pixels)
     check_pixels(stream.width, stream.height, task.pixels)
     packets = _packets(stream)
@@ -136,7 +135,6 @@ def _count(begins: Sequence[int], chosen: Sequence[int]) -> int:
 def _decoded(
     stream: VideoStream, packets: Sequence[Packet], begins: Sequence[int], chosen: Sequence[int]
 ) -> Iterator[VideoFrame]:
-    """The frames of the chosen packets, in display order."""
     context = stream.codec_context
     frames: Iterator[VideoFrame] = iter(())
     frame = None

@@ -80,7 +80,6 @@ class RequestRecord(Struct):
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of all choices, as reported to the client or as they came."""
         if self.output_tokens is not None or not self.clocks:
             return self.output_tokens
         return sum(clock.output_tokens for clock in self.clocks)
@@ -108,7 +107,7 @@ def record_of(scope: Scope) -> RequestRecord:
 
 
 def access_fields(record: RequestRecord) -> JsonObject:
-    """Fields of the access line except method, route and id. Those that do not apply are missing."""
+    """Fields that do not apply are missing."""
     shown: JsonObject = {
         "status": record.shown_status,
         "key": record.key,

@@ -52,11 +52,8 @@ class _ChoiceSoFar(msgspec.Struct):
 
 
 class _Base(DataEvents, abc.ABC):
-    """What both forms share.
-
-    `PREFIX`: of ids; `CHUNK` and `WHOLE`: values of `object`; `FIRST`: the chunk before the first
-    token; `EMPTY`: a chunk without text.
-    """
+    """What both forms share. `FIRST`: the chunk before the first token; `EMPTY`: a chunk without
+    text."""
 
     media_type = JSON
     PREFIX: ClassVar[str]
@@ -127,7 +124,6 @@ class _Base(DataEvents, abc.ABC):
         return {}
 
     def _scored(self, choice: _ChoiceSoFar) -> JsonObject:
-        """The prompt's logprobs in vLLM's form, if asked for."""
         return {} if self._prompt_logprobs is None else {"prompt_logprobs": _array(choice.prompt)}
 
     def _prompt_entry(self, token: int, rank: int, logprobs: Logprobs) -> JsonObject:
@@ -201,8 +197,7 @@ class ChatFormat(_Base):
 
 
 class TextFormat(_Base):
-    """text_completion, whole and in chunks. Prompt logprobs are in `logprobs` if the prompt is
-    echoed, and separate."""
+    """Prompt logprobs are in `logprobs` if the prompt is echoed, and separate."""
 
     PREFIX = "cmpl"
     CHUNK = "text_completion"

@@ -236,7 +236,6 @@ def _joined(run: list[ChatMessage]) -> ChatMessage:
 
 
 def _message(item: InputItem, where: str) -> ChatMessage | None:
-    """The turn that an item is part of, or None if it is skipped."""
     match item.type or "message":
         case "message" if item.role == "user":
             return ChatMessage("user", _content(item.content, f"{where}.content"))

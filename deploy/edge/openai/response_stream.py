@@ -148,7 +148,6 @@ class ResponseObject(BlockFormat):
 
 
 def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -> JsonObject:
-    """The keys of the request that the response repeats."""
     return {
         "metadata": request.metadata or {},
         "instructions": request.instructions,

@@ -110,7 +110,6 @@ class CompletionKeys(SamplingKeys, kw_only=True):
 
     @property
     def usage_chunks(self) -> Literal["none", "last", "each"]:
-        """Where a stream reports its usage. InvalidRequest without a stream."""
         if (options := self.stream_options) is None:
             return "none"
         if not self.stream:

@@ -42,8 +42,6 @@ AttentionPlan = tuple[tuple[Any, ...], ...]  # what the parts prepared of each o
 
 
 class AttentionPart(Protocol):
-    """One kind of rows of one KV group: of a block of `ForwardBatch.blocks`."""
-
     def prepare(self, block: ForwardBatch) -> Any:
         """Called once a step. For decode rows it asks the host nothing, so a graph can hold it."""
 
@@ -84,12 +82,10 @@ class AttentionBackend:
     parts: Mapping[RowKind, Sequence[AttentionPart]]
 
     def prepare(self, batch: ForwardBatch) -> AttentionPlan:
-        """Called once a step. With decode rows only it asks the host nothing, so a graph can hold
-        it."""
+        """With decode rows only it asks the host nothing, so a graph can hold it."""
         return tuple(tuple(part.prepare(block) for part in self.parts[block.kind]) for block in batch.blocks)
 
     def store(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch) -> None:
-        """Write K and V of every row into its pages, without attention."""
         for block, rows in zip(batch.blocks, qkv.split([block.rows for block in batch.blocks]), strict=True):
             normed_queries(self.cache.of(layer), self.settings, rows, layer, norms, block)
 

@@ -112,8 +112,6 @@ def check_group(group: KVGroup, heads: int, kernels: Kernels) -> None:
 def _arguments(
     scratch: TrtllmScratch, query: Tensor, pool: Tensor, rows: TableRows, group: KVGroup, out: Tensor
 ) -> dict[str, Any]:
-    """The arguments of both calls. query and out [tokens, heads, d]; pool [pages, 2, kv_heads,
-    page, d]."""
     window_left = -1 if group.window is None else group.window - 1  # keys to the left of the query's own; -1: all
     values = (
         query, pool, scratch.workspace, rows.tables, rows.lengths, 1.0, 1.0, window_left, out,

@@ -45,7 +45,6 @@ class AdapterMatrix(NamedTuple):
     experts: int = 0
 
     def name_of(self, base: str, expert: int) -> str:
-        """The published name of one of `bases`, or of one expert's matrix."""
         if not self.experts:
             return base
         return base.replace(".experts.", f".experts.{expert}.")
@@ -77,8 +76,8 @@ def map_adapters(folders: Mapping[str, str], tensors: TensorTable, geometry: Geo
 
 
 def map_adapter(config: AdapterConfig, tensors: TensorTable, geometry: Geometry) -> AdapterTensors:
-    """Map the adapter's tensors; only headers are read. CheckpointError lists tensors without a
-    place, without their other half, or of a wrong shape."""
+    """Only headers are read. CheckpointError lists tensors without a place, without their other
+    half, or of a wrong shape."""
     found = _headers(config)
     known = adapter_pieces(tensors, geometry)
     complaints: list[str] = []
@@ -131,7 +130,6 @@ def _is_unread(module: str, tensors: TensorTable, geometry: Geometry) -> bool:
 
 
 def _add(made: AdapterMatrix | str, module: str, matrices: dict[str, AdapterMatrix], complaints: list[str]) -> None:
-    """Keep a matrix, or a complaint (a string, or a place taken twice)."""
     if isinstance(made, str):
         complaints.append(made)
         return

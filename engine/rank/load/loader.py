@@ -61,7 +61,6 @@ def load(model: Shard, tensors: TensorTable, folder: Path, weights: Quantisation
 
 
 def _rows(file: Any, header: TensorHeader, piece: Piece) -> Any:
-    """The tensor in the piece's shape, to be indexed by rows."""
     if header.shape == piece.shape:
         return file.get_slice(header.name)
     return file.get_tensor(header.name).reshape(piece.shape)

@@ -31,7 +31,6 @@ class Cut:
     at: int = 0
 
     def rows(self, shape: tuple[int, ...]) -> range:
-        """The rows of the tensor that this cut reads."""
         return range(self.start, self.stop) if self.dim == 0 else range(shape[0])
 
     def index(self, first: int, stop: int) -> tuple[slice, ...]:
@@ -86,12 +85,10 @@ class Piece:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Names of the matrix's tensors that a rank ignores."""
         module = self.name.removesuffix(self.tensor.suffix).removesuffix(".weight")
         return tuple(f"{module}.{name}" for name in self.weights.unread)
 
     def put(self, parameters: "Mapping[str, Tensor]", first: int, rows: "Tensor", *scales: "Tensor") -> None:
-        """Copy this rank's part of rows from `first` on; scales: those of these rows."""
         packed = (rows,)
         if self.weights.reader is not None:
             packed = resolve_name(self.weights.reader)(rows, *scales)
@@ -106,7 +103,7 @@ class Piece:
 def pieces(
     tensors: TensorTable, geometry: Geometry, rank: int = 0, size: int = 1, weights: Quantisation = UNQUANTISED
 ) -> dict[str, Piece]:
-    """Every tensor that the checkpoint must hold, by published name, as `rank` of `size` cuts it.
+    """Every tensor of the checkpoint, by published name, as `rank` of `size` cuts it.
     CheckpointError: a cut divides a block of the format."""
     by_name: dict[str, Piece] = {}
     for rule in tensors.rules:
@@ -189,8 +186,8 @@ def _cuts(part: Part, shape: tuple[int, ...], geometry: Geometry, layer: Layer, 
 def allocate(
     model: "Shard", tensors: TensorTable, weights: Quantisation = UNQUANTISED
 ) -> "tuple[dict[str, Piece], dict[str, Tensor]]":
-    """Allocate the model's weights; returns the pieces that fill them, and parameters by name. Rows
-    after the vocabulary's end are zero."""
+    """Returns the pieces that fill the model's weights, and parameters by name. Rows after the
+    vocabulary's end are zero."""
     needed = pieces(tensors, model.geometry, model.parallel.rank, model.parallel.size, weights)
     for path, held in {piece.weight: piece.weights for piece in needed.values() if piece.weight}.items():
         parent, _, name = path.rpartition(".")

@@ -31,8 +31,7 @@ Headers = dict[str, TensorHeader]  # by published name
 def checked_headers(
     folder: Path, needed: dict[str, Piece], tensors: TensorTable, geometry: Geometry, weights: Quantisation = UNQUANTISED
 ) -> Headers:
-    """The header of every needed tensor, by published name. CheckpointError lists tensors that are
-    missing, unexpected, mis-shaped or of a wrong dtype."""
+    """CheckpointError lists tensors that are missing, unexpected, mis-shaped or of a wrong dtype."""
     by_name, complaints = headers(folder, tensors, geometry)
     unread = {name for piece in needed.values() for name in piece.unread}
     live = {name for name in by_name if not (tensors.is_unused(name, geometry) or weights.is_unused(name)) and name not in unread}
@@ -61,8 +60,7 @@ def _is_shape(shape: tuple[int, ...], piece: Piece) -> bool:
 
 
 def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Headers, list[str]]:
-    """Headers of the folder's shards by published name, and complaints where index and shards
-    disagree."""
+    """By published name, and complaints where index and shards disagree."""
     index = read_index(folder)
     by_name: Headers = {}
     complaints, names = [], set()
@@ -99,7 +97,6 @@ def _only_shard(folder: Path) -> Path:
 
 
 def by_file(by_name: Headers) -> Iterator[tuple[str, TensorHeader, Any]]:
-    """(name, header, mapped file) of each tensor, file by file."""
     for path in sorted({header.path for header in by_name.values()}):
         with opened(path) as file:
             yield from ((name, header, file) for name, header in by_name.items() if header.path == path)

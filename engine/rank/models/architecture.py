@@ -66,7 +66,7 @@ class MediaEncoder(Shard, ABC):
 
     @abstractmethod
     def encoded(self, batch: Sequence[Tensor]) -> Launches:
-        """Inputs -> normed input of `out`, launched layer by layer."""
+        ...
 
     def pieces(self, batch: Sequence[Tensor]) -> Launches:
         """`forward`, launched layer by layer."""

@@ -45,7 +45,6 @@ class PreNorm(NamedTuple):
     packs: bool = False
 
     def after(self, post: Tensor | None, halves: tuple[Tensor, Tensor] | None = None) -> Norms:
-        """The norms of a fused norm that ends with this one."""
         return Norms(post, self.weight, halves, self.packs)
 
 
@@ -90,7 +89,6 @@ class Attention(nn.Module):
         return self.attend(self._qkv(x, step), step)
 
     def attend(self, qkv: Tensor, step: LayerStep) -> Part:
-        """Compute o's part from raw q, k and v, or from q if K and V are in their pages."""
         out = qkv.new_empty(len(qkv), self.o.shape[1])
         step.attention.attend(qkv, self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, out)
         return step.exchange.row_parallel(self.o, out)

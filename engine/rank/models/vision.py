@@ -128,7 +128,6 @@ class Tower(VisionEncoder):
         return pooled.to(self.dtype)
 
     def _layers(self, layers: range, h: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """h [T, hidden] and its normed form x after these layers."""
         for layer in layers:
             h, x = self.blocks[layer](h, x, self._pre_norms[layer + 1], rows)
         return h, x
@@ -179,7 +178,6 @@ def _patches(pictures: Sequence[Tensor], cell: int) -> Tensor:
 
 
 def _positions(pictures: Sequence[Tensor], cell: int) -> np.ndarray:
-    """int64 [2, patches]: x and y of each patch, in the order of `_patches`."""
     return np.concatenate(
         [patch_positions(len(picture) // SIDE, picture.shape[1] // SIDE, cell) for picture in pictures], axis=1
     )

@@ -24,8 +24,6 @@ from kernels.sampling_batch import SlotParameters
 
 
 class DraftStage:
-    """A rank's drafter. count: most drafts of a sequence; attention: over the target's cache."""
-
     def __init__(
         self, drafter: Assistant, count: int, attention: AttentionBackend, inputs: StepBuffers, sampling: SampleStage
     ) -> None:

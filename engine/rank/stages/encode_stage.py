@@ -129,7 +129,7 @@ class EncodeStage:
     @torch.inference_mode()
     def advance(self) -> bool:
         """Read a record of data or, after the last, launch the next piece if the device has ended
-        the previous one. Returns whether it did."""
+        the previous one."""
         if self._media and self._media.left:
             return self._media.advance()
         if self._pieces is None or (self._end is not None and not self._end.query()):
@@ -184,7 +184,6 @@ class EncodeStage:
         return SoftTokens(uploaded(torch.from_numpy(np.concatenate(places)), self._device), torch.cat(rows))
 
     def _share_out(self, encoder: MediaEncoder, items: Sequence[MediaItem], data: Mapping[Key, Tensor]) -> EncodeShare:
-        """Distribute inputs over ranks by rows; a single one is encoded by all."""
         inputs = [one for item in items for one in encoder.inputs(data[_key(item)])]
         rows = [encoder.rows(one) for one in inputs]
         ranks = min(self._parallel.size, len(inputs))
@@ -195,7 +194,6 @@ class EncodeStage:
         return EncodeShare(encoder, items, own_inputs, counts)
 
     def _gathered_rows(self, share: EncodeShare) -> Tensor:
-        """The rows [rows, hidden] of all the share's items, in order."""
         encoder, counts, width = share.encoder, share.counts, share.encoder.out.shape[0]
         for part in share.parts if self._stream is not None else ():
             part.record_stream(torch.cuda.current_stream(self._device))  # made by encoders, and read here

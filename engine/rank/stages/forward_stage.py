@@ -74,7 +74,6 @@ class ForwardStage:
         return batch, ends, self.run(batch if narrowed else replace(batch, logit_rows=None))
 
     def _inputs_of(self, sizes: StepSizes, *, adapted: bool) -> tuple[ForwardBatch, ForwardBatch]:
-        """Apply the uploaded plan; returns its rows, and the result rows."""
         self.inputs.apply()
         batch, ends = self.inputs.batch(sizes)
         if self.pages is not None:

@@ -109,8 +109,7 @@ class Launched:
 
 
 class ReportStage:
-    """Starts the copies of outputs, and owns the state hash. rows: most that a step samples;
-    encodes: counts ended encodes."""
+    """Starts the copies of outputs, and owns the state hash."""
 
     def __init__(
         self, rows: int, device: torch.device, pages: PageCheck | None, encodes: EncodeStage, *, debug_hash: bool

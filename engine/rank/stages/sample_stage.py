@@ -32,7 +32,6 @@ class StepTokens:
 
 
 def captured_sampler(rows: ResultRows) -> str | None:
-    """The one of SAMPLERS for these rows, or None."""
     if rows.filtered or rows.reported:
         return None
     name = "small_top_k" if rows.small_top_k else "argmax"
@@ -56,12 +55,8 @@ class SampleStage:
         return StepTokens(*self.sampler.sample(self.model.head.logits(hidden), rows, inbox, asked))
 
     def prompt_logprobs(self, scored: Sequence[ScoredRows], batch: ForwardBatch, hidden: Tensor) -> Tensor:
-        """Logprobs of the tokens after the scored rows, as `Sampler.token_logprobs`. hidden: final
-        rows of the whole batch.
-
-        Rows go through the head in pieces of `PIECE_LOGITS`: 64 rows of 262 144 ids on one rank,
-        256 on four.
-        """
+        """As `Sampler.token_logprobs`. hidden: final rows of the whole batch, in pieces of
+        `PIECE_LOGITS` (64 rows on one rank, 256 on four)."""
         tokens = self.slots.tokens
         rows = np.concatenate([part.chunk.offset + np.arange(part.count) for part in scored])
         index = uploaded(torch.from_numpy(rows), tokens.device)
