@@ -1,7 +1,5 @@
-"""Chooses a group's attention backends by GPU, packages and settings, once for all its ranks.
-
-The table is in engine/README.md. ConfigError with the reason for an impossible setting.
-"""
+"""Chooses a group's attention backends by GPU, packages and settings, once for all its ranks
+(engine/README.md has the table)."""
 
 from typing import NamedTuple
 

@@ -46,8 +46,7 @@ class Facts(NamedTuple):
 
 
 class Exporter(Collector):
-    """A sink of events that Prometheus can scrape. read_gauges: set once there is a group; called
-    from the scrape's thread."""
+    """A sink of events that Prometheus can scrape. read_gauges: called from the scrape's thread."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts

@@ -1,7 +1,5 @@
 """Every environment variable that Quartet sets for Ray, with its reason, and those it reads.
-
-Ray reads them when its processes start, so `prepare` sets them before `import ray`.
-"""
+`prepare` comes before `import ray`."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""The descendants of this process, by /proc: what runs in each, and their end."""
+"""The descendants of this process, by /proc."""
 
 import contextlib
 import ctypes

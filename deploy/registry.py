@@ -86,10 +86,8 @@ class RayRegistryClient:
 
 @dataclass
 class HeartbeatSender:
-    """Reports once a second, from its own thread, that the replica lives, with its counts.
-
-    Failures are logged once and retried. `on_url` gets the list's address.
-    """
+    """Reports once a second that the replica lives, with its counts. `on_url` gets the list's
+    address."""
 
     registry: RayRegistryClient
     target: ScrapeTarget

@@ -56,8 +56,8 @@ class Demand:
                 self._load = event.load
 
     def figures(self) -> dict[str, float]:
-        """A figure for each of Scaling's targets; and `late`: the worst recent TTFT (without the
-        slowest tenth) or present wait, over the objective."""
+        """A figure for each target; and `late`: the worst recent TTFT (without the slowest tenth)
+        or present wait, over the objective."""
         now = monotonic()
         longest_wait = now - next(iter(self._tokenless.values()), now)
         return {

@@ -1,2 +1,1 @@
-"""The engine: `front` runs in the replica, `core` decides, `rank` computes; leaf modules are
-shared."""
+"""The engine: `front` runs in the replica, `core` decides, `rank` computes."""

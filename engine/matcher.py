@@ -88,7 +88,7 @@ class Vocabulary:
         return cls(Pieces.of(read_tokenizer(folder)), read_eos(folder), read_model(folder).vocab)
 
     def complaint(self, grammar: str) -> str | None:
-        """None: replies of random tokens, with less fuel than the core gives, met no error. Costs
+        """None: replies of random tokens met no error, with less fuel than the core gives. Costs
         some 300 masks."""
         try:
             first = self._matcher(grammar, _CHECK_LIMITS)
@@ -172,7 +172,7 @@ class Matcher:
 
     def fill_ahead(self, drafts: Sequence[int], masks: np.ndarray, until: float) -> int:
         """Write masks after each draft, int32 [1 + drafts, words], the first given; returns their
-        number. Stops at a forbidden draft or the CPU time `until`."""
+        number. A forbidden draft or the CPU time `until` ends it."""
         ahead = self.inner.deep_copy()
         for count, token in enumerate(drafts, 1):
             if ahead.is_stopped() or not allows(masks[count - 1], token) or time.thread_time() > until:

@@ -62,8 +62,7 @@ def exchange_bytes(config: EngineConfig, geometry: Geometry) -> int:
 
 
 def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
-    """Peak bytes of a soft token in an encoder: in an MLP, in pixel conversion, or in audio
-    attention, in fp32."""
+    """Peak bytes of a soft token in an encoder, in fp32."""
     if isinstance(encoder, AudioGeometry):
         return 4 * encoder.features * (encoder.unified or 4) + 4 * encoder.hidden * (3 * encoder.reach + 8) * (not encoder.unified)
     width = 4 * (encoder.hidden + encoder.layers[0].intermediate) * itemsize + 8 * encoder.hidden

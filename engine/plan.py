@@ -94,8 +94,8 @@ class Admission(NamedTuple):
 
 
 class StepPlan(msgspec.Struct):
-    """`masked`: StepMasks limit the tokens of some rows. `drafts`: to make after each sequence's
-    token. `media`: sent apart (`engine.step_media`)."""
+    """`masked`: StepMasks limit some rows. `drafts`: to make after each sequence's token. `media`:
+    sent apart (`engine.step_media`)."""
 
     step: int
     stop: bool = False

@@ -115,8 +115,7 @@ class StepShapes:
 
     @property
     def warm_rows(self) -> tuple[int, ...]:
-        """Chunk rows that run at boot: powers of two and the most. Kernel tiles cover ranges that
-        at least double."""
+        """Chunk rows that run at boot: powers of two and the most. Kernel tiles cover wider ranges."""
         return (*(1 << power for power in range((self.longest - 1).bit_length())), self.longest)
 
 

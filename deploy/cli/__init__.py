@@ -1,4 +1,2 @@
-"""The commands of `quartet`, a module each with `register` and `run`.
-
-Commands import slow modules only when they run.
-"""
+"""The commands of `quartet`, a module each with `register` and `run`, which import slow modules
+only when they run."""

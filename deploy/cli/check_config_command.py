@@ -1,4 +1,4 @@
-"""`quartet check-config`: reads a Serve config as Serve and the builder will, and starts nothing."""
+"""`quartet check-config`: reads a Serve config as Serve will, and starts nothing."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Writes one access line and one trace for each request, at its end. Chunks of a stream bypass it."""
+"""Writes one access line and one trace for each request, at its end."""
 
 import asyncio
 import json

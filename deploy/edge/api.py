@@ -1,4 +1,4 @@
-"""What is known of a path before its request is read. Every API converts its request to an Ask."""
+"""What is known of a path before its request is read."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal

@@ -1,7 +1,5 @@
-"""Reads JSON as a type, and refuses keys of other servers that have no function here.
-
-Such a key passes if its value asks for what is done anyway. Unknown keys are ignored.
-"""
+"""Reads JSON as a type. Refuses keys of other servers unless their value asks for what is done
+anyway; ignores unknown keys."""
 
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar

@@ -1,4 +1,4 @@
-"""Settings of the edge: what one request may ask for, who may, what is logged of it, and where its spans go."""
+"""Settings of the edge: limits, keys, logs and traces."""
 
 import ipaddress
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ SoftTokens = Literal[70, 140, 280, 560, 1120]  # that an image may have
 
 class LimitSettings(FrozenStruct):
     """What one request may ask for, and how much of it may be open at once. Beyond it the answer is
-    a 4xx before any work."""
+    a 4xx."""
 
     hosts: tuple[Host, ...] | None = None
     """accepted names of the Host header, without ports; none: loopback and the host of http_options if the launcher starts Serve,
@@ -125,8 +125,8 @@ def guard_limits(limits: LimitSettings, host: str, *, keys: bool = False) -> str
     """An application's limits as JSON for the guard around Serve, at a server that listens on
     `host`.
 
-    Without `hosts` it answers to `host` and loopback; at a wildcard address, or with `keys`, which
-    no page of another site has, to any name.
+    Without `hosts` it answers to `host` and loopback. At a wildcard address, or with `keys`, which
+    no other site's page has, it answers to any name.
     """
     if limits.hosts is None and not keys and host not in WILDCARDS:
         limits = msgspec.structs.replace(limits, hosts=(*LOOPBACK_NAMES, url_host(host)))

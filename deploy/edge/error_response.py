@@ -55,8 +55,7 @@ def refusal(error: QuartetError, shape: ErrorShape) -> JsonResponse:
 
 
 async def refuse(error: QuartetError, shape: ErrorShape, scope: Scope, receive: Receive, send: Send) -> None:
-    """Reply, and note the error in the request's record; without a record, add an id and a log
-    line."""
+    """Reply, and note the error in the request's record; without a record, log it with a new id."""
     ids = []
     if RECORD in scope:
         scope[RECORD].error = error

@@ -1,4 +1,4 @@
-"""`python -m deploy.edge.grammar_process FD FOLDER`: the side process that compiles grammars, with a checkpoint's vocabulary."""
+"""`python -m deploy.edge.grammar_process FD FOLDER`: the side process that compiles grammars."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Types of JSON values: short texts, bounded numbers, and raw JSON with its documentation."""
+"""Types of JSON values: short texts, bounded numbers, and raw JSON."""
 
 from typing import Annotated
 

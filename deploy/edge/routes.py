@@ -1,7 +1,5 @@
-"""The routes, a thin layer of FastAPI over `Service`.
-
-Bodies are read raw and validated by our own models, so that every error has its API's shape.
-"""
+"""The routes. Bodies are read raw and validated by our own models, so that every error has its
+API's shape."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""A small thread pool for text work, so that a long prompt does not delay every stream."""
+"""A small thread pool for text work: a long prompt must not delay every stream."""
 
 import asyncio
 from codecs import BOM_UTF8

@@ -1,4 +1,4 @@
-"""What is known of an attention backend without torch: its name, its device, and what it needs of a node and of the settings."""
+"""What is known of an attention backend without torch: its name, its device, what it needs."""
 
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
@@ -32,7 +32,7 @@ class Platform(NamedTuple):
 
 
 class Obstacle(NamedTuple):
-    """Why a backend is not chosen, and what would help. `by_default`: it can be asked for all the same."""
+    """Why a backend is not chosen, and what would help. `by_default`: it can still be asked for."""
 
     reason: str
     advice: str = ""
@@ -40,7 +40,7 @@ class Obstacle(NamedTuple):
 
 
 class PackageState(NamedTuple):
-    """A package that a backend needs, as `quartet doctor` shows it: whether all of it is there, and what to do if not."""
+    """A package that a backend needs, as `quartet doctor` shows it."""
 
     name: str
     usable: bool

@@ -1,2 +1,1 @@
-"""The core: one thread without torch that owns all sequences, pages and the queue, and plans each
-step."""
+"""The core: one thread without torch that owns all sequences and pages, and plans each step."""

@@ -1,9 +1,5 @@
 """Admission: which waiting requests get a slot. Requests that cannot start are overtaken, but only
-so often.
-
-A request overtaken too often blocks later ones, at most until the running requests reach their
-limits.
-"""
+so often."""
 
 from array import array
 from collections.abc import Iterator
@@ -34,7 +30,7 @@ class AdmissionBudget:
 
     def fits(self, sequence: Sequence, hit: Hit) -> bool:
         """Whether all known tokens fit, with one page left for each running sequence; always if
-        none runs. The hit's idle pages are no longer available to others."""
+        none runs."""
         if not self._running:
             return True
         for pool, promised in self._promised.items():

@@ -182,8 +182,7 @@ class Allocator:
 def first_page(group: KVGroup, committed: int) -> int:
     """The first table index that a sequence with `committed` computed positions holds.
 
-    The window counts from the start of `committed`'s page, so whole pages can be shared. That page
-    is held anyway.
+    The window counts from the start of `committed`'s page, so whole pages can be shared.
     """
     return group.pages_for(committed - committed % group.page, committed + 1).start
 

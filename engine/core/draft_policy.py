@@ -65,8 +65,8 @@ class RowTimes:
         return sum(map(len, self.samples)) >= MEASURED
 
     def times(self) -> np.ndarray:
-        """Mean ms of a step for each option. An unused option differs from the chosen one as at
-        boot."""
+        """Mean ms of a step for each option; an unused option keeps its ratio at boot to the chosen
+        one."""
         alone, mixed = self.ms
         shift = np.array(self.expected) - self.expected[self.chosen]
         alone = np.where(alone > 0, alone, (alone[self.chosen] or self.expected[self.chosen]) + shift)

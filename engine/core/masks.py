@@ -339,8 +339,8 @@ class Masks:
         self._set_masks(state, masks)
 
     def _set_masks(self, state: MaskState, masks: np.ndarray) -> None:
-        """Masks are int32 [n, words] from the next unread token on. With the budget used up only
-        the end marker is allowed."""
+        """Masks are int32 [n, words] from the next unread token on. A used-up budget allows only
+        the end marker."""
         if state.limit is not None:
             limit, masks = copy(state.limit), masks.copy()
             for index, bits in enumerate(masks):

@@ -273,7 +273,7 @@ class Scheduler:
         """Plan the encodes of media items in its next `size` positions; returns how many of these
         can be computed now.
 
-        Text close to an item, and the item, wait for its encode. With decode rows encodes begin in
+        An item and text close to it wait for its encode. With decode rows encodes begin in
         `_encode_ahead`; otherwise none begins while an earlier sequence is at an item.
         """
         media = sequence.media

@@ -123,7 +123,7 @@ class Sequence(msgspec.Struct, eq=False):
         return may_wait and any(self.planned < item.end and self.is_near(item) for item in items)
 
     def is_near(self, item: MediaItem) -> bool:
-        """The text before the item is at most as long as the item, so not worth a step of its own."""
+        """The text before the item is no longer than the item, so not worth a step of its own."""
         return item.first - self.planned <= item.length
 
     @property

@@ -279,8 +279,7 @@ class StepBudget:
         self._save(may_take_ms - milliseconds - (expected.may_take_ms - expected.step_ms))
 
     def _save(self, milliseconds: float) -> None:
-        """Add to the savings. Above the credit they grow only for a chunk; without a target nothing
-        is owed."""
+        """Add to the savings. Above the credit they grow only for a chunk."""
         saved_ms = self._saved_ms + milliseconds
         if not self._saving:
             saved_ms = min(saved_ms, max(self._saved_ms, self._credit_ms))
@@ -296,8 +295,8 @@ class StepBudget:
         return self._passed_ms >= (OLDEST_EVERY - 1) * (time.ms - time.decode_ms)
 
     def _within_target(self, prompts: list[Prompt], order: list[int], most: int) -> list[int]:
-        """Serve the first prompt if its share is worth a step. Otherwise save time for it, and
-        serve prompts that the step finishes."""
+        """Serve the first prompt if its share is worth a step; otherwise save time for it, and
+        serve prompts that end in this step."""
         first, may_take_ms = order[0], self._may_take_ms
         whole_ms = may_take_ms + self._credit_ms
         tokens = shares(prompts, order, most, self._estimate(), may_take_ms, whole_ms)

@@ -133,8 +133,7 @@ def _changed(schema: Any, change: Callable[[JsonObject], JsonObject]) -> Any:
 
 
 def _choices(schema: Any, root: Any, known: dict[str, float]) -> float:  # noqa: C901 - a case for each keyword
-    """A bound of llguidance's work for a character of one string: each part of a pattern times all
-    others that hold."""
+    """Bounds llguidance's work for a character: each part of a pattern times all others that hold."""
     if isinstance(schema, list):
         return max((_choices(branch, root, known) for branch in schema), default=1)
     if not isinstance(schema, Mapping):

@@ -337,7 +337,7 @@ class DeltaReader(Generic[T]):
         return self._error is not None or any(generation.ready for generation in self.generations)
 
     async def next(self) -> T:
-        """What has come since the last call; waits if nothing has. The first error of a stream ends
+        """What has come since the last call, or what comes next. The first error of a stream ends
         all."""
         if not self.ready:
             self._waiter = asyncio.get_running_loop().create_future()

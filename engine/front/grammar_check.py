@@ -1,5 +1,4 @@
-"""Checks a grammar before its request is admitted: compiled elsewhere, in bounded time, with cached
-verdicts."""
+"""Checks a grammar before its request is admitted, in bounded time."""
 
 import asyncio
 import hashlib
@@ -17,8 +16,7 @@ _AT_ONCE = 4
 
 
 class GrammarCheck:
-    """`complaint` says in bounded time why a grammar cannot be kept, or None; runs in threads,
-    clients in turn."""
+    """`complaint` says why a grammar cannot be kept, or None; it runs in threads, clients in turn."""
 
     def __init__(self, complaint: Callable[[str], str | None]) -> None:
         self._complaint = complaint

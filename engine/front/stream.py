@@ -1,4 +1,4 @@
-"""One request's outputs on their way to its reader, accumulated as one until the reader takes them."""
+"""One request's outputs on their way to its reader, merged until it takes them."""
 
 from collections.abc import Callable
 

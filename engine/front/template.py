@@ -125,7 +125,7 @@ def _without_thoughts(content: Any) -> Any:
 
 def _with_mapping(call: JsonObject, cut: CutCalls) -> JsonObject:
     """The call with arguments as a mapping, since templates would print a JSON string verbatim.
-    What is no object is shown as text under a name that says so."""
+    What is no object is shown under a name that says so."""
     function = dict(call["function"])
     given = function.get("arguments")
     value = _parsed(given, cut) if isinstance(given, str) else given

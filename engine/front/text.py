@@ -144,10 +144,9 @@ class TextProcessor:
         **switches: bool,
     ) -> list[int]:
         """The token ids of a conversation, <bos> included. InvalidRequest names the field, also for
-        more than `most` tokens, seen early.
+        more than `most` tokens.
 
-        messages and tools are in OpenAI's form. `media`: in order, the text for each. `switches` go
-        to the template.
+        messages and tools are in OpenAI's form. `media`: in order, the text for each.
         """
         if self._template is None:
             raise InvalidRequest("messages: this model has no chat template, only raw prompts", param="messages")
@@ -182,7 +181,7 @@ class TextProcessor:
         return ids
 
     def _pieces_of(self, text: str) -> Iterator[tuple[str, str]]:
-        """(plain text, the control token after it), in order; in many short searches, as each holds
+        """(plain text, the control token after it), in order; many short searches, as each holds
         the interpreter's lock."""
         begun = position = 0
         while position < len(text):

@@ -38,7 +38,7 @@ class Share:
 
 class Turns:
     """Places for pieces of work. A free one goes to the waiting client with the fewest, then to the
-    longest waiting; the last free one to a client without any."""
+    longest waiting; the last one only to a client without any."""
 
     def __init__(self, places: int) -> None:
         self._places = places

@@ -1,4 +1,4 @@
-"""A JSON Schema's types and inner schemas, as far as reading a tool call needs them."""
+"""A JSON Schema's types and inner schemas, as far as reading a tool call needs."""
 
 import math
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
@@ -118,7 +118,7 @@ def listed(value: Any) -> list[Any]:
 
 def as_json_schema(schema: Schema) -> JsonObject:
     """A schema in plain JSON Schema: without OpenAPI's `nullable`, Gemini's capitals, and keywords
-    that are null or allow everything.
+    without effect.
 
     Keywords of all drafts apply, whatever `$schema` says. `$id` is ignored.
     """

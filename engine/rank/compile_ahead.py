@@ -1,8 +1,8 @@
 """Compiles a rank's kernels while it loads weights: `python -m engine.rank.compile_ahead
 '<CompileArgs>'`.
 
-Each process lists a share of the launches on the meta device, and compiles each variant into
-Triton's disk cache. It ends when it is done, or with the rank.
+Each process lists a share of the launches on the meta device, and compiles them into Triton's disk
+cache.
 """
 
 import os

@@ -1,8 +1,4 @@
-"""Start and end of a step on the device, by CUDA events; on a CPU by its clock.
-
-Idle time counts only before steps with decode rows: a step of new prompts may follow a time without
-work.
-"""
+"""Start and end of a step on the device, by CUDA events; on a CPU by its clock."""
 
 import time
 from collections import deque

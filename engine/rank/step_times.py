@@ -27,7 +27,7 @@ TILE = 128  # rows of a tile in a GPU's large matrix products
 @torch.inference_mode()
 def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     """Measure the step times of a fresh runner, which is left as it was. A collective call of about
-    two seconds for 31B on four H200, plus 200 steps with drafts."""
+    two seconds for 31B on four H200, more with drafts."""
     probe, tile = _Probe(runner, vocab, SERIES[config.device]), TILE if config.device == "cuda" else 1
     drafts: tuple[tuple[int, Points], ...] = ()
     drafting: Points = ()
@@ -59,8 +59,8 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
 
 
 def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int, cached: int, end: int) -> StepPlan:
-    """A plan that admits sequences of `length` tokens, `cached` of them computed, with pages for
-    [cached, end). Tokens are random: equal ones would go to the same experts."""
+    """A plan that admits sequences of `length` random tokens (equal ones would go to the same
+    experts), `cached` of them computed, with pages for [cached, end)."""
     params, admissions = SamplingParams(max_tokens=1), []
     for slot in slots:
         tokens = np.random.default_rng(slot).integers(0, vocab, length, np.int32).tolist()

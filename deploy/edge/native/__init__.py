@@ -1,1 +1,1 @@
-"""APIs of vLLM and SGLang: token ids of a text and back, and SGLang's /generate."""
+"""APIs of vLLM and SGLang: tokenization, and SGLang's /generate."""

@@ -74,8 +74,7 @@ def normed_queries(
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """Sends each block to the part for its kind of rows and KV group. parts: by kind, in the order
-    of the cache's groups."""
+    """Sends each block to the part for its kind of rows and KV group."""
 
     cache: KVCache
     settings: PartSettings

@@ -21,8 +21,8 @@ from kernels.route import route, router_logits, router_parts
 
 
 class VocabTable(nn.Module):
-    """This rank's rows of an embedding table. Ranks have equally many; those after the vocabulary's
-    end are zero, and their logits -inf."""
+    """This rank's rows of an embedding table. All ranks have equally many; those after the
+    vocabulary's end are zero, and their logits -inf."""
 
     def __init__(self, shard: Shard, rows: int, width: int) -> None:
         super().__init__()

@@ -170,7 +170,7 @@ class VisionEmbedder(VisionEncoder):
 
 def _patches(pictures: Sequence[Tensor], cell: int) -> Tensor:
     """uint8 [height, width, 3] each -> fp32 [patches, pixels], 0 to 1, of 48 / cell pixels a side.
-    A cell's patches are consecutive; all orders are raster."""
+    A cell's patches are consecutive; orders are raster."""
     side = SIDE // cell
     cut = [picture.view(len(picture) // SIDE, cell, side, -1, cell, side, 3) for picture in pictures]
     patches = [one.permute(0, 3, 1, 4, 2, 5, 6).reshape(-1, 3 * side**2) for one in cut]

@@ -149,7 +149,7 @@ class EncodeStage:
                 share.parts.append((yield from share.encoder.pieces([uploaded(one, self._device) for one in batch])))
 
     def _gather(self) -> None:
-        """Finish the last encodes: launch the rest, gather rows on the steps' stream, cache them.
+        """Launch what is left of the last encodes, gather rows on the steps' stream, cache them.
         Waits for unread data, not for the device."""
         if self._media:
             self._media.finish()
