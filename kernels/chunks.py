@@ -1,7 +1,7 @@
 """Lists a step's prefill chunks on the device from its plan, so that a graph can hold such steps.
 
 A list is int32 [n, 4]: slot, first row, first position, rows of each chunk, then one entry of
-padding rows at positions below 0, then entries without rows.
+padding rows at positions below 0, then empty entries.
 """
 
 from typing import NamedTuple

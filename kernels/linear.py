@@ -58,11 +58,11 @@ def gelu_times(up: Tensor) -> Epilogue:
 def linear(
     x: Activations, weight: Matrix, epilogue: Epilogue = NONE, out: Tensor | None = None, added: LowRank | None = None
 ) -> Tensor:
-    """x [T, n], weight [m, n] -> [T, m] in the epilogue's dtype, or in `out`; gated: weight [2 m, n]. `added` comes before the
-    epilogue.
+    """x [T, n], weight [m, n] -> [T, m] in the epilogue's dtype, or in `out`; gated: weight [2 m,
+    n]. `added` comes before the epilogue.
 
-    Up to 64 rows on a GPU a gated product stays fp32 until the one cast; elsewhere it is rounded to
-    x's dtype before the gate.
+    Few gated rows on a GPU stay fp32 until the one cast; others are rounded to x's dtype before the
+    gate.
     """
     packed = packed_matrix(weight)
     tile = _tile(x, packed, gated=epilogue.gated)
@@ -89,8 +89,9 @@ def linear_gated(x: Activations, weight: Matrix) -> Activations:
 
 
 def linear_send(x: Activations, weight: Matrix, peers: AllReduceInbox, added: LowRank | None = None) -> InboxPart | None:
-    """x [T, n], weight [m, n]: this rank's part of a sum over ranks, `added` in it, written to every rank's inbox by the product's
-    own kernel, for the next fused norm. None, and nothing done, for more rows than pay, or where that kernel cannot do it all."""
+    """x [T, n], weight [m, n]: this rank's part of a sum, `added` included, written to every inbox
+    by the product's kernel. None, without effect, for too many rows or where that kernel cannot do
+    it all."""
     packed = packed_matrix(weight)
     tile = _tile(x, packed) if len(x) <= peers.sent_rows else None
     if tile is None or not (added is None or added.fits(tile, gated=False)):
@@ -102,8 +103,8 @@ def linear_send(x: Activations, weight: Matrix, peers: AllReduceInbox, added: Lo
 
 
 def linear_parts(x: Activations, weight: Matrix, added: LowRank | None = None) -> Tensor:
-    """x [T, n], weight [m, n] -> [T, m] in x's dtype; or, where so few outputs would leave processors idle, fp32 [parts, T, m],
-    each part summed over its share of the inner dimension, for `kernels.fused_allreduce_norm` to add."""
+    """x [T, n], weight [m, n] -> [T, m]; or, where few outputs would leave processors idle, fp32
+    [parts, T, m], summed by `kernels.fused_allreduce_norm`."""
     packed = packed_matrix(weight)
     tile = _tile(x, packed, parts=True)
     if tile is None or tile.splits == 1 or not (added is None or added.fits(tile, gated=False)):
@@ -195,8 +196,8 @@ def _load(base, TURN: constexpr, K: constexpr, BK: constexpr, POLICY: constexpr)
 
 @triton.jit
 def _add_products(sums, tile, values, LANE: constexpr):
-    """Add products of a weight tile [BN, BK] with a row's values [1, BK] to `sums` [BN, BK / LANE],
-    LANE neighbours at once."""
+    """Add a weight tile [BN, BK] times a row's values [1, BK] to `sums` [BN, BK / LANE], LANE
+    neighbours at once."""
     products = tl.reshape(tile.to(tl.float32) * values, [sums.shape[0], sums.shape[1], LANE])
     return sums + tl.sum(products, 2)
 
@@ -208,8 +209,8 @@ def _gemv(
     SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr,
     ADAPTERS: constexpr, SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of ROWS rows. A thread sums neighbouring columns, 16 bytes at once; the sum over
-    threads is last. The unrolled loop keeps EARLY weight tiles in flight."""
+    """BN outputs of ROWS rows. A thread sums neighbouring columns, 16 bytes at once. The unrolled
+    loop keeps EARLY weight tiles in flight."""
     trigger(PDL)
     TILES: constexpr = (K + BK - 1) // BK
     LANE: constexpr = 8 if scale is None else 16

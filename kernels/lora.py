@@ -2,8 +2,9 @@
 
     out_t += B_s,p A_s,p x_t       s = index_t, the adapter of row t; of -1 nothing is added; p: part of the outputs
 
-Part p has the outputs [ends[p - 1], ends[p]) and an A of its own: q, k and v are one product of the model, and three of an adapter.
-A's product is fp32; it is rounded to the matrices' dtype for B's, which is summed in fp32 and rounded with what it is added to.
+Part p has the outputs [ends[p - 1], ends[p]) and an A of its own: q, k and v are one product of the
+model, and three of an adapter. A's product is rounded to the matrices' dtype, B's with what it is
+added to; sums are fp32.
 
     `_shrink` (rows, adapter among theirs, columns of A's product, share of n)     fp32 sums of each share
 
@@ -41,22 +42,14 @@ _LAST = constexpr(0x7FFFFFFF)  # no adapter has this index
 
 
 class LowRank(NamedTuple):
-    """What adapters add to the product of x.
+    """What adapters add to the product of x."""
 
-    x       [T, n], plain
-    of_row  int32 [T], the adapter of each row
-    a       [adapters, parts * r, n]
-    b       [adapters, m, r]; its memory is [m, adapters, r], or of experts' adapters contiguous
-    ends    of the parts' outputs, one to three
-    done    int32 [1], 0: a word of this product alone
-    """
-
-    x: Tensor
-    of_row: Tensor
-    a: Tensor
-    b: Tensor
-    ends: tuple[int, ...]
-    done: Tensor
+    x: Tensor  # [T, n], plain
+    of_row: Tensor  # int32 [T], the adapter of each row
+    a: Tensor  # [adapters, parts * r, n]
+    b: Tensor  # [adapters, m, r]; its memory is [m, adapters, r], or of experts' adapters contiguous
+    ends: tuple[int, ...]  # of the parts' outputs, one to three
+    done: Tensor  # int32 [1], 0: a word of this product alone
 
     def fits(self, tile: Tile, *, gated: bool) -> bool:
         """Whether the product's own kernel, with this tile, adds it."""
@@ -65,7 +58,6 @@ class LowRank(NamedTuple):
         return parts and rank <= _MOST_RANK and rank & (rank - 1) == 0 and self.b.transpose(0, 1).is_contiguous()
 
     def add(self, out: Tensor) -> None:
-        """Add it to `out` [T, m] by kernels of its own."""
         add_lora(out, self.x, self.of_row, self.a, self.b, self.ends)
 
     def shrink(self, tile: Tile) -> "Shrunk":
@@ -167,7 +159,8 @@ def _shrink_rows(
     x, a, inner, row, own, adapter, first, share, T,
     N: constexpr, INNER: constexpr, WIDTH: constexpr, SHARE: constexpr, TURN: constexpr,
 ):  # fmt: skip
-    """The rows of `row` [ROWS] whose own adapter this is, times WIDTH rows of its A from `first` on, over a share of n."""
+    """The rows of `row` [ROWS] whose own adapter this is, times WIDTH rows of its A from `first`
+    on, over a share of n."""
     mine = (own == adapter)[:, None]
     column = first + tl.arange(0, WIDTH)
     lane = tl.arange(0, TURN)
@@ -214,7 +207,6 @@ def begun(done, ctas, PDL: constexpr):
 
 @triton.jit
 def part_of(column, FIRST: constexpr, SECOND: constexpr):
-    """The part of an output."""
     return (column >= FIRST).to(tl.int32) + (column >= SECOND).to(tl.int32)
 
 

@@ -38,7 +38,7 @@ class AdapterStack(nn.Module):
         self.b = nn.Parameter(b, requires_grad=False)
 
     def added(self, x: Tensor, index: Tensor, done: Tensor) -> LowRank:
-        """What the rows' adapters make of x [T, n]. index: int32 [T]; done: a word of this product alone, 0."""
+        """index: int32 [T]; done: a word of this product alone, 0."""
         return LowRank(x, index, self.a, self.b, self.ends, done)
 
     def add(self, out: Tensor, x: Tensor, index: Tensor) -> None:

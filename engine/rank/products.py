@@ -55,7 +55,7 @@ class Exchange:
         return weight.gated(x, down)
 
     def row_parallel(self, weight: Weight, x: Activations | Pieces, added: LowRank | None = None) -> Part:
-        """x [T, n] -> this rank's part of x W^T [T, m], and of what rows' adapters add."""
+        """x [T, n] -> this rank's part of x W^T [T, m], with what adapters add."""
         assert isinstance(x, Activations)
         return weight.parts(x, added) if self.parallel.size == 1 else weight.product(x, added=added)
 
@@ -156,7 +156,7 @@ class AdaptedExchange(Exchange):
         self._words = iter(torch.zeros(_PRODUCTS, dtype=torch.int32, device=adapters.device).split(1))
 
     def _added(self, weight: Weight, x: Activations, rows: Tensor | None = None) -> LowRank | None:
-        """What adapters add to a product. rows: the adapter of each row of x, where they are not all of the step's."""
+        """rows: the adapter of each row of x, if they are not all of the step's."""
         if weight.adapters is None:
             return None
         assert isinstance(x, Tensor)

@@ -72,12 +72,13 @@ class Weight(nn.Module):
         return self.product(x, GEGLU)
 
     def parts(self, x: Activations, added: LowRank | None = None) -> Tensor:
-        """x [T, n] -> x W^T [T, m] and what rows' adapters add, of few rows perhaps in fp32 parts of the sum [parts, T, m]."""
+        """x [T, n] -> x W^T [T, m] with what adapters add; for few rows perhaps as fp32 parts of
+        the sum [parts, T, m]."""
         return linear_parts(x, self.matrix, added)
 
     def send(self, x: Activations, inbox: AllReduceInbox, added: LowRank | None = None) -> InboxPart | None:
-        """Write x W^T and what rows' adapters add to every rank's inbox from the product's kernel. None, and nothing done, for more
-        rows than pay."""
+        """Write x W^T, with what adapters add, to every rank's inbox from the product's kernel.
+        None, without effect, for too many rows."""
         return linear_send(x, self.matrix, inbox, added)
 
     def experts(
@@ -96,7 +97,7 @@ class Weight(nn.Module):
 
 
 class OwnProduct(Weight):
-    """A format that has a product of its own, `rows_product`, and no kernels of `kernels.linear`."""
+    """A format with a product of its own, not of `kernels.linear`."""
 
     def rows_product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x [T, n] -> x W^T [T, m] in this dtype."""
@@ -118,4 +119,4 @@ class OwnProduct(Weight):
         return self.product(x, added=added)
 
     def send(self, x: Activations, inbox: AllReduceInbox, added: LowRank | None = None) -> None:
-        """Nothing is sent: `product`, and then the sum."""
+        """Always None: `product` and then the sum."""

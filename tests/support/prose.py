@@ -24,10 +24,10 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTION)
 # In the order of MEASURES; those of RATES per 1 000 lines.
 ALLOWED: dict[str, tuple[int, ...]] = {
     "engine/core": (0, 0, 0, 0, 0, 0, 0, 21, 26),
-    "engine/rank": (0, 0, 0, 0, 0, 0, 0, 28, 27),
+    "engine/rank": (0, 0, 0, 0, 0, 0, 0, 27, 27),
     "engine/front": (0, 0, 0, 0, 0, 0, 0, 15, 48),
     "engine": (0, 0, 0, 0, 0, 0, 0, 8, 28),
-    "kernels": (0, 0, 0, 0, 0, 0, 0, 49, 27),
+    "kernels": (0, 0, 0, 0, 0, 0, 0, 48, 28),
     "cluster": (0, 0, 0, 0, 0, 0, 0, 4, 35),
     "deploy/edge": (0, 0, 0, 0, 0, 0, 0, 4, 32),
     "deploy": (0, 0, 0, 0, 0, 0, 0, 3, 32),
@@ -37,10 +37,10 @@ ALLOWED: dict[str, tuple[int, ...]] = {
 # Words of the docstrings of each room, with 1 % of slack.
 BUDGETS = {
     "engine/core": 3_341,
-    "engine/rank": 7_335,
+    "engine/rank": 7_401,
     "engine/front": 3_201,
     "engine": 4_592,
-    "kernels": 9_139,
+    "kernels": 9_375,
     "cluster": 833,
     "deploy/edge": 5_707,
     "deploy": 2_550,
