@@ -92,14 +92,10 @@ class ConversationRequest(EventRecord):
 
 
 class EngineLoad(EventRecord):
-    """The core's figures.
-
-    `interval_s`: time since an earlier reported step, if the core had work throughout and this
-    report has a new step.
-    """
+    """The core's figures."""
 
     load: Load
-    interval_s: float | None = None
+    interval_s: float | None = None  # since an earlier reported step, if the core had work throughout and this one is new
 
 
 class EngineFailed(EventRecord):
@@ -107,16 +103,13 @@ class EngineFailed(EventRecord):
 
 
 class ProcessFigures(EventRecord):
-    """stall_s: time that it has owed a step. busy_s: device time of the last step, idle_s: idle
-    time before it. encoder_s: since boot."""
-
     rank: str
     up: bool
-    stall_s: float
-    busy_s: float
-    idle_s: float
+    stall_s: float  # time that it has owed a step
+    busy_s: float  # device time of the last step
+    idle_s: float  # idle time before it
     late_compilations: int
-    encoder_s: float
+    encoder_s: float  # since boot
 
 
 class ScrapeGauges(EventRecord):

@@ -68,8 +68,7 @@ class Moe:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. `kv_source`: the layer whose K and V it reads, itself or a producer;
-    `drafts`: a drafter's, which reads the target's layer."""
+    """One decoder layer."""
 
     index: int
     kind: LayerKind
@@ -77,9 +76,9 @@ class Layer:
     kv_heads: Positive
     rope: Rope
     intermediate: Positive
-    kv_source: int
+    kv_source: int  # the layer whose K and V it reads, itself or a producer
     k_eq_v: bool = False
-    drafts: bool = False
+    drafts: bool = False  # a drafter's, which reads the target's layer
 
     @property
     def owns_kv(self) -> bool:

@@ -31,21 +31,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 class BootArgs(FrozenStruct, kw_only=True):
-    """argv[1] of a child, as JSON: its status record (the core's follows the ranks'), and inherited
-    descriptors.
-
-    plan, masks, media  rings core -> ranks;   result  ring rank 0 -> core
-    """
+    """argv[1] of a child, as JSON, with inherited descriptors."""
 
     index: int
     tp: int
     parent: int
     lifeline: int
-    status: int
-    plan: int
+    status: int  # its record; the core's follows the ranks'
+    plan: int  # ring core -> ranks, as masks and media
     masks: int
     media: int
-    result: int
+    result: int  # ring rank 0 -> core
     reduce: int  # memory of the CPU all-reduce
     front: int  # the core's message socket
     store: str  # file of torch.distributed's rendezvous

@@ -78,29 +78,22 @@ def in_result_order(chunks: Iterable[T], rows: Iterable[T]) -> list[T]:
 
 
 class Admission(NamedTuple):
-    """A sequence takes `slot`: all its tokens so far, generated ones too, and its sampling.
-
-    `number` grows with every admission. `params.min_tokens` counts from `prompt`. `cached`:
-    positions whose K and V are in its pages.
-    """
+    """A sequence takes `slot`."""
 
     slot: int
-    number: int
-    tokens: Sequence[int]
-    prompt: int
+    number: int  # grows with every admission
+    tokens: Sequence[int]  # all so far, generated ones too
+    prompt: int  # tokens of the prompt, from which `params.min_tokens` counts
     params: SamplingParams
-    cached: int = 0
+    cached: int = 0  # positions whose K and V are in its pages
     adapter: int = NO_ADAPTER
 
 
 class StepPlan(msgspec.Struct):
-    """`masked`: StepMasks limit some rows. `drafts`: to make after each sequence's token. `media`:
-    sent apart (`engine.step_media`)."""
-
     step: int
     stop: bool = False
-    masked: bool = False
-    drafts: int = 0
+    masked: bool = False  # StepMasks limit some rows
+    drafts: int = 0  # to make after each sequence's token
     rows: Section = []
     chunks: Section = []
     appends: Section = []
@@ -109,7 +102,7 @@ class StepPlan(msgspec.Struct):
     spans: Section = []
     encodes: Section = []
     admissions: list[Admission] = []
-    media: list[MediaItem] = []
+    media: list[MediaItem] = []  # sent apart (`engine.step_media`)
 
     @property
     def result_slots(self) -> list[int]:

@@ -46,37 +46,29 @@ class Grammar(FrozenStruct, omit_defaults=True):
 
 
 class ThoughtBudget(FrozenStruct):
-    """The most tokens of all thoughts of a reply; after the last only `end` may come.
-
-    Counted after `begin` and `label` tokens, up to `end` or `begin_call`. `open_label`: label
-    tokens to come, if the prompt leaves a thought open.
-    """
+    """The most tokens of all thoughts of a reply, counted after `begin` and `label` tokens, up to
+    `end` or `begin_call`."""
 
     tokens: int
     begin: int
-    end: int
+    end: int  # alone may come after the last token
     label: int
     begin_call: int | None
-    open_label: int | None
+    open_label: int | None  # label tokens to come, if the prompt leaves a thought open
 
 
 class SamplingParams(FrozenStruct, kw_only=True, omit_defaults=True):
-    """How one request samples; validated at the edge, with the seed resolved.
-
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. `logprobs`: alternatives a token
-    (0: only the chosen one; None: none). `stop_ids` are masked until `min_tokens`; the edge adds
-    the end ids unless the client ignores them.
-    """
+    """How one request samples; validated at the edge, with the seed resolved."""
 
     max_tokens: int
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
     seed: int = 0
-    min_tokens: int = 0
-    stop_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
+    min_tokens: int = 0  # until then `stop_ids` are masked
+    stop_ids: tuple[int, ...] = ()  # with the end ids unless the client ignores them
+    logprobs: int | None = None  # alternatives a token; 0: only the chosen one; None: none
     prompt_logprobs: int | None = None
     adjustments: LogitAdjustments | None = None
     grammar: Grammar | None = None
@@ -85,19 +77,15 @@ class SamplingParams(FrozenStruct, kw_only=True, omit_defaults=True):
 
 
 class MediaItem(FrozenStruct):
-    """A medium in a prompt, at tokens [first, first + length).
-
-    `spans`: [begin, end) of bidirectional positions, a video's frames each; none for a clip. `data`
-    of `shape`: image uint8 [height, width, 3]; video uint8 [frames, height, width, 3], sides
-    multiples of 48; clip float32 [frames, features].
-    """
+    """A medium in a prompt, at tokens [first, first + length)."""
 
     first: int
     length: int
     digest: bytes
-    spans: Spans
+    spans: Spans  # [begin, end) of bidirectional positions, a video's frames each; none for a clip
     kind: MediaKind
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the data
+    # Image uint8 [height, width, 3]; video uint8 [frames, height, width, 3], sides multiples of 48; clip fp32 [frames, features].
     data: bytes
 
     @property
@@ -116,22 +104,17 @@ class MediaItem(FrozenStruct):
 
 
 class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
-    """Front -> core. `prompt`: token ids, int32. `id` is the front's. `clip`: max_tokens may be
-    lowered.
+    """Front -> core."""
 
-    `salt`: only equal salts share cached prefixes. `media`: their data came before as `sent_media`,
-    or (0) are included.
-    """
-
-    id: int
-    prompt: bytes
+    id: int  # the front's
+    prompt: bytes  # token ids, int32
     params: SamplingParams
-    clip: bool = False
-    salt: str = ""
+    clip: bool = False  # max_tokens may be lowered
+    salt: str = ""  # only equal salts share cached prefixes
     priority: int = 0
     adapter: int = -1
     media: tuple[MediaItem, ...] = ()
-    sent_media: int = 0
+    sent_media: int = 0  # whose data came before; 0: they are included
 
     @property
     def tokens(self) -> "array[int]":
@@ -213,34 +196,28 @@ def token_bytes(alternatives: int) -> int:
 
 
 class Output(FrozenStruct, omit_defaults=True, gc=False):
-    """What a step gave a request; with `finish` its last entry.
-
-    `cached`, with the first tokens: prompt tokens found in the prefix cache. `prompt_logprobs` come
-    before the first tokens. `invalid`: the request was at fault, perhaps with OpenAI's short
-    `code`.
-    """
+    """What a step gave a request; with `finish` its last entry."""
 
     id: int
     tokens: list[int] = []
     logprobs: list[Logprobs] = []
     finish: FinishReason | None = None
     error: str | None = None
-    invalid: bool = False
-    code: str | None = None
-    cached: int = 0
+    invalid: bool = False  # the request was at fault
+    code: str | None = None  # OpenAI's short one
+    cached: int = 0  # with the first tokens: prompt tokens found in the prefix cache
     accepted: int = 0
     rejected: int = 0
-    prompt_logprobs: list[PromptLogprobs] = []
+    prompt_logprobs: list[PromptLogprobs] = []  # before the first tokens
 
 
 class PoolLoad(FrozenStruct):
-    """Pages of one KV group: `total` without the null page, `used` by sequences, `cached` only in
-    the prefix cache."""
+    """Pages of one KV group."""
 
     group: str
-    total: int
-    used: int
-    cached: int
+    total: int  # without the null page
+    used: int  # by sequences
+    cached: int  # only in the prefix cache
 
     @property
     def usage(self) -> float:
@@ -262,11 +239,7 @@ class DraftSwitches(FrozenStruct):
 
 
 class Counters(msgspec.Struct):
-    """The core's counts since boot.
-
-    `queried_tokens` of new prompts were looked up in the prefix cache, `hit_tokens` found.
-    `encoder_wait_s`: of all sequences together.
-    """
+    """The core's counts since boot."""
 
     received: int = 0
     finished: int = 0
@@ -276,9 +249,9 @@ class Counters(msgspec.Struct):
     preemptions: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    encoder_wait_s: float = 0.0
+    queried_tokens: int = 0  # of new prompts, looked up in the prefix cache
+    hit_tokens: int = 0  # of these, found
+    encoder_wait_s: float = 0.0  # of all sequences together
 
 
 class Load(Counters, kw_only=True):

@@ -18,12 +18,9 @@ _HEADER = struct.Struct("<QII")
 
 
 class StepMasks(NamedTuple):
-    """slots int32 [n]; bits int32 [n, words]: bit id % 32 of word id // 32 is set where token `id`
-    may come."""
-
     step: int
-    slots: np.ndarray
-    bits: np.ndarray
+    slots: np.ndarray  # int32 [n]
+    bits: np.ndarray  # int32 [n, words]: bit id % 32 of word id // 32 is set where token `id` may come
 
 
 def mask_words(vocabulary: int) -> int:

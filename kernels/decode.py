@@ -22,18 +22,14 @@ from kernels.splitkv import ROWS, decode_kernel, read_pairs
 @dataclass(frozen=True)
 class DecodeTile:
     """How a launch is cut. A CTA takes every `splits`-th run of `keys` keys of a row's KV head, and
-    d / `values` columns of V.
-
-    early: load the first run before q is normed. pairs: where K is V times a weight before
-    rotation, only these pairs of K are read; 0: all.
-    """
+    d / `values` columns of V."""
 
     keys: int
     values: int
     warps: int
     stages: int
-    early: bool
-    pairs: int = 0
+    early: bool  # load the first run before q is normed
+    pairs: int = 0  # where K is V times a weight before rotation, only these pairs of K are read; 0: all
 
     def shared_bytes(self, d: int) -> int:
         """Bytes for the pipeline of K and V, q, and layout changes, at two bytes a number."""
@@ -62,13 +58,9 @@ _MOST_VALUES = 8
 
 def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
     """Splits along the keys for a bucket of `rows` rows of at most `pages` pages, fitted to an H200
-    (tests/bench/attention.py).
-
-    At head dim 256 a multiprocessor holds three CTAs: fill all, or two thirds where rows or heads
-    are many. At 512 it holds one or two; the splits are taken that are never far from the fewest
-    turns.
-    """
+    (tests/bench/attention.py)."""
     most, heads = min(pages, 33), rows * kv_heads
+    # A multiprocessor holds three CTAs: fill all, or two thirds where rows or heads are many.
     if head_dim <= 256:
         fewer = 4 * heads > processors or (group >= 4 and 2 * heads * pages > processors)
         splits = 3 if 4 * heads > 9 * processors else (3 - fewer) * processors // heads
@@ -79,6 +71,7 @@ def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: in
         ctas, run = heads * min(splits, held), cdiv(held, splits)
         return (1.5 * run + 9 if ctas <= processors else cdiv(ctas, 2 * processors) * (2 * run + 10)) + adding
 
+    # At 512 it holds one or two; the splits are taken that are never far from the fewest turns.
     options = range(1, most + 1)
     lengths = [pages, *(1 << n for n in range(5, pages.bit_length()) if 1 << n < pages)]
     fewest = {held: min(turns(splits, held) for splits in options) for held in lengths}

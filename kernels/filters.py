@@ -27,12 +27,9 @@ _TILE = constexpr(128)  # blocks read at once; at least so many are listed
 
 
 class ScaledRows(NamedTuple):
-    """values fp32 [rows, vocabulary]; peaks and masses fp32 [rows, blocks]: the largest value, and
-    the sum of exp(value - peak), of BLOCK_IDS ids."""
-
-    values: Tensor
-    peaks: Tensor
-    masses: Tensor
+    values: Tensor  # fp32 [rows, vocabulary]
+    peaks: Tensor  # fp32 [rows, blocks]: the largest value of BLOCK_IDS ids
+    masses: Tensor  # fp32 [rows, blocks]: the sum of exp(value - peak)
     rank: int
     ranks: int
 

@@ -42,13 +42,12 @@ _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inb
 
 
 class Norms(NamedTuple):
-    """Weights [n]: `post`; a norm for each of two parts (`halves`); `next_norm`, or None for no x.
-    packs: x may be `PackedRows`."""
+    """Weights [n]."""
 
     post: Tensor | None
-    next_norm: Tensor | None
-    halves: tuple[Tensor, Tensor] | None = None
-    packs: bool = False
+    next_norm: Tensor | None  # None: no x
+    halves: tuple[Tensor, Tensor] | None = None  # a norm for each of two parts
+    packs: bool = False  # x may be `PackedRows`
 
 
 class Inbox:
@@ -241,7 +240,8 @@ def send(bits, inboxes, offset, lane, live, SIZE: constexpr, EMPTY: constexpr):
 @triton.jit
 def _negative_zeros(bits, EMPTY: constexpr):
     """EMPTY where a value is -0.0, else 0. EMPTY is the sign bit of each value in `bits`: one, or
-    two of 16 bits. Adding all ones to the rest of -0.0 does not carry into the sign."""
+    two of 16 bits."""
+    # Adding all ones to the rest of -0.0 does not carry into the sign.
     return bits & EMPTY & ~((bits & ~EMPTY) + ~EMPTY)
 
 

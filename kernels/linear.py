@@ -40,11 +40,9 @@ from kernels.tiles import GemmShape, Tile, choose
 
 
 class Epilogue(NamedTuple):
-    """gated  W is [G; U];  up [T, m]  factor of the product's GELU, rows may be strided;  dtype  of the result, None: x's"""
-
-    gated: bool = False
-    up: Tensor | None = None
-    dtype: torch.dtype | None = None
+    gated: bool = False  # W is [G; U]
+    up: Tensor | None = None  # [T, m], factor of the product's GELU; rows may be strided
+    dtype: torch.dtype | None = None  # of the result; None: x's
 
 
 NONE, GEGLU = Epilogue(), Epilogue(gated=True)

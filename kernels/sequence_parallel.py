@@ -41,14 +41,13 @@ Pieces = Iterator[Tensor]  # of rows, each computed when it is taken
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """x [T, n] whose pieces arrive from the ranks that norm them. `norm_last` norms this rank's
-    rows of the last piece. `sent` keeps copies alive until the others have sent x."""
+    """x [T, n] whose pieces arrive from the ranks that norm them."""
 
     rows: Tensor
     group: "SequenceParallel"
     number: int
-    norm_last: Callable[[], None]
-    sent: Sequence[Tensor]
+    norm_last: Callable[[], None]  # norms this rank's rows of the last piece
+    sent: Sequence[Tensor]  # keeps copies alive until the others have sent x
 
     def pieces(self) -> Pieces:
         """Each piece once the device has it. Call it once."""
@@ -67,25 +66,21 @@ class GatheredRows:
 
 
 class _Copy(NamedTuple):
-    """Copies to one other rank: this rank's part of that rank's `rows` of a piece, and this rank's
-    rows of x."""
+    """Copies to one other rank."""
 
     rows: slice
-    part: Tensor
-    x: Tensor
+    part: Tensor  # this rank's, of the other's `rows` of a piece
+    x: Tensor  # this rank's rows
     part_flag: Tensor
     x_flag: Tensor
 
 
 class _Piece(NamedTuple):
-    """own: rows that this rank norms; parts [size - 1, own rows, n]: of other ranks; x: own rows;
-    copies: one for each other rank."""
-
     rows: slice
-    own: slice
-    parts: Tensor
-    x: Tensor
-    copies: list[_Copy]
+    own: slice  # rows that this rank norms
+    parts: Tensor  # [size - 1, own rows, n], of other ranks
+    x: Tensor  # own rows
+    copies: list[_Copy]  # one for each other rank
 
 
 class SequenceParallel:

@@ -19,11 +19,11 @@ _INPUTS = 32  # of decode rows, of a program: a lane each
 
 
 class PlanLayout(NamedTuple):
-    """header: int32 before the sections decode rows, chunks, appends, releases, and others; counts:
-    index of their numbers. Others: int32 of a row of each section."""
+    """Sections are decode rows, chunks, appends, releases, and others. Fields are int32, of a row
+    of each section."""
 
-    header: int
-    counts: int
+    header: int  # before the sections
+    counts: int  # index of the sections' numbers
     row: int
     chunk: int
     append: int

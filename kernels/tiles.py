@@ -27,23 +27,17 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tile:
-    """One variant of a kernel. `rows` of x a CTA takes (gemv: exactly), `bn` of its outputs, `bk`
-    of the inner dimension a turn.
-
-    `early`: weight tiles prefetched before the wait. `swap`: the weight is the MMA's left operand,
-    whose 64 rows it fills. `stages`: of gemm's pipeline. `splits`: CTAs that share the inner
-    dimension of the same outputs.
-    """
+    """One variant of a kernel."""
 
     kind: Kind
-    rows: int
-    bn: int
-    bk: int
-    early: int = 0
+    rows: int  # of x that a CTA takes; gemv: exactly
+    bn: int  # outputs of a CTA
+    bk: int  # of the inner dimension, a turn
+    early: int = 0  # weight tiles prefetched before the wait
     warps: int = 4
-    stages: int = 1
-    swap: bool = False
-    splits: int = 1
+    stages: int = 1  # of gemm's pipeline
+    swap: bool = False  # the weight is the MMA's left operand, whose 64 rows it fills
+    splits: int = 1  # CTAs that share the inner dimension of the same outputs
 
     def shared_bytes(self, gated: bool, load: Load = "plain") -> int:
         if self.kind == "gemv":
@@ -114,12 +108,7 @@ def choose(
     rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bool = False, load: Load = "plain"
 ) -> Tile | None:
     """The tile for `rows` rows of x and `shared` bytes of a block's shared memory; None: use the
-    library.
-
-    If a second wave of CTAs would leave half of the processors idle, two share one. If outputs
-    leave many idle, the inner dimension is split if `parts` allows; else a tile takes fewer outputs
-    (not with `swap`).
-    """
+    library. With `parts` the inner dimension may be split."""
     table = TABLES[load]
     tiles = table[_nearest(shape, load)]
     if rows > max(tiles):
@@ -130,8 +119,10 @@ def choose(
     if 1 in tiles and rows * shape.m <= _FEW:
         return tiles[1]
     tile = tiles[min(most for most in tiles if rows <= most)]
+    # If a second wave of CTAs would leave half of the processors idle, two share one.
     second_wave = cdiv(shape.m, tile.bn) - _PROCESSORS
     tile = fit(tile, shape.gated, shared // 2 if 0 < second_wave <= _PROCESSORS // 2 else shared, load)
+    # If outputs leave many processors idle, the inner dimension is split, or a tile takes fewer outputs.
     if parts and load == "int4":
         return replace(tile, splits=_four_bit_splits(tile, shape))
     if parts:

@@ -29,15 +29,14 @@ _MOST_ADDED = constexpr(8)  # splits whose parts of 16 rows the last CTA adds
 
 @dataclass(frozen=True)
 class VerifyTile:
-    """How a launch is cut: `rows` of a product, of queries x heads, others as in
-    `kernels.decode.DecodeTile`. With `pairs` q is folded (`kernels.qkv.qkv_post`)."""
+    """How a launch is cut, as by `kernels.decode.DecodeTile`."""
 
-    rows: int
+    rows: int  # of a product: queries x heads
     keys: int
     values: int
     warps: int
     stages: int
-    pairs: int = 0
+    pairs: int = 0  # q is folded (`kernels.qkv.qkv_post`)
 
     def shared_bytes(self, d: int, itemsize: int = 2) -> int:
         """Bytes for q and the pipeline of K and V; large products read one stage late, and one-byte

@@ -10,14 +10,13 @@ ROW_KINDS: tuple[RowKind, ...] = ("decode", "extend")
 
 
 class Platform(NamedTuple):
-    """What backends depend on. architecture: the GPUs' compute capability, None on the CPU;
-    download: FlashInfer may fetch kernels; drafts: decode rows may have several tokens."""
+    """What backends depend on."""
 
-    architecture: tuple[int, int] | None
+    architecture: tuple[int, int] | None  # the GPUs' compute capability; None on the CPU
     flashinfer: FlashInferFiles
     dtype: str = "bfloat16"
-    download: bool = False
-    drafts: bool = False
+    download: bool = False  # FlashInfer may fetch kernels
+    drafts: bool = False  # decode rows may have several tokens
     kv_dtype: str = "auto"
 
     @property

@@ -13,12 +13,9 @@ Launcher = Literal["prebuilt", "nvcc"]
 
 
 class FlashInferFiles(NamedTuple):
-    """cubins: folder of all trtllm-gen kernels, or None. launcher: compiled parts from
-    flashinfer-jit-cache, by nvcc at the first call, or None."""
-
     version: str | None = None
-    cubins: str | None = None
-    launcher: Launcher | None = None
+    cubins: str | None = None  # folder of all trtllm-gen kernels
+    launcher: Launcher | None = None  # compiled parts from flashinfer-jit-cache, or by nvcc at the first call
 
 
 def flashinfer_files() -> FlashInferFiles:

@@ -122,13 +122,10 @@ class PageRun:
 
 @dataclass(frozen=True)
 class Hit:
-    """A cached prefix of `count` pages.
-
-    full, tail  pages of the full group; the last pages of the sliding group that the window needs
-    """
+    """A cached prefix of `count` pages."""
 
     count: int
-    full: "array[int]"
-    tail: "array[int]"
+    full: "array[int]"  # pages of the full group
+    tail: "array[int]"  # the last pages of the sliding group that the window needs
     branch: int  # page up to which only the full group has the prefix
     version: int  # the hit is valid while `PrefixCache.version` is this

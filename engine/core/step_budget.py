@@ -49,13 +49,12 @@ POLICIES = {"fair": Policy(True, overtaking=64, long=2), "arrival": Policy(False
 
 
 class DecodeRows(NamedTuple):
-    """Decode rows of a step. context: sum of lengths; verified: drafts in all rows; drafts: made
-    for each sequence."""
+    """Decode rows of a step."""
 
     rows: int = 0
-    context: int = 0
-    verified: int = 0
-    drafts: int = 0
+    context: int = 0  # sum of lengths
+    verified: int = 0  # drafts in all rows
+    drafts: int = 0  # made for each sequence
 
 
 class StepEstimate:

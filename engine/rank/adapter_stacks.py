@@ -59,14 +59,13 @@ class _Place(NamedTuple):
 
 @dataclass
 class _Owner:
-    """A matrix that adapters change. ends: of its parts; columns: of x on this rank; rank: the
-    largest."""
+    """A matrix that adapters change."""
 
-    ends: tuple[int, ...]
-    columns: int
+    ends: tuple[int, ...]  # of its parts
+    columns: int  # of x on this rank
     dtype: torch.dtype
     experts: int = 1
-    rank: int = 0
+    rank: int = 0  # the largest
 
 
 def load_adapters(model: Shard, tensors: TensorTable, folders: Mapping[str, str]) -> None:

@@ -22,19 +22,14 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class DecodeTask(MediaSettings, kw_only=True):
-    """Fetch a URL (`is_remote`), or decode base64 (or, with `media_type` None, a fetched file) into
-    encoder input.
-
-    `budget`: most soft tokens of an image; None: as needed. `row_samples`: of audio; 0: log-mel
-    frames.
-    """
+    """Fetch a URL, or decode base64, into encoder input."""
 
     kind: MediaKind = "image"
-    media_type: str | None = ""
-    is_remote: bool = False
+    media_type: str | None = ""  # None: a fetched file
+    is_remote: bool = False  # a URL
     cpu_s: int = 2
-    budget: int | None = None
-    row_samples: int = 0
+    budget: int | None = None  # most soft tokens of an image; None: as needed
+    row_samples: int = 0  # of audio; 0: log-mel frames
 
 
 class Fetched(FrozenStruct):

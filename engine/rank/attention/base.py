@@ -26,16 +26,12 @@ CopyCheck = Callable[[KVGroup, Tensor, Tensor, Tensor, int | None], None]
 
 @dataclass(frozen=True)
 class PartSettings:
-    """heads: query heads of this rank; buckets: row counts of decode steps, ascending; check:
-    called for page ids that a part copies, before a kernel reads them; width: most decode rows of a
-    sequence."""
-
-    heads: int
+    heads: int  # query heads of this rank
     eps: float
-    buckets: tuple[int, ...]
+    buckets: tuple[int, ...]  # row counts of decode steps, ascending
     device: torch.device
-    check: CopyCheck | None = None
-    width: int = 1
+    check: CopyCheck | None = None  # called for page ids that a part copies, before a kernel reads them
+    width: int = 1  # most decode rows of a sequence
 
 
 AttentionPlan = tuple[tuple[Any, ...], ...]  # what the parts prepared of each of a step's blocks, by KV group

@@ -16,21 +16,15 @@ Kind = Literal["matrix", "embedding", "ple_table", "unpacked", "norm", "head_nor
 
 @dataclass(frozen=True)
 class Rule:
-    """A checkpoint tensor and where it goes. name: after the model's prefix; {i} is the layer, {e}
-    the expert.
+    """A checkpoint tensor and where it goes."""
 
-    shape: names of axes; part: the rank's share and place in a merged parameter (`slices`); kind:
-    how it is drawn at random (`random_fill`). present, or a size of 0: a layer may lack it. fused:
-    only where a layer's experts are one tensor (True), or one each.
-    """
-
-    name: str
+    name: str  # after the model's prefix; {i} is the layer, {e} the expert
     parameter: str
-    shape: str
-    part: Part = "whole"
-    kind: Kind = "matrix"
-    present: str = "one"
-    fused: bool | None = None
+    shape: str  # names of axes
+    part: Part = "whole"  # the rank's share and place in a merged parameter (`slices`)
+    kind: Kind = "matrix"  # how it is drawn at random (`random_fill`)
+    present: str = "one"  # or a size of 0: a layer may lack it
+    fused: bool | None = None  # only where a layer's experts are one tensor (True), or one each
 
 
 def norm_rule(name: str, parameter: str, size: str = "hidden", present: str = "one") -> Rule:

@@ -18,12 +18,9 @@ _SUFFIX = "_assistant"
 
 @dataclass(frozen=True)
 class AssistantGeometry(Geometry):
-    """backbone: the target's hidden size; centroids: clusters of the head's vocabulary, of which
-    `centroid_top_k` are read; 0: all ids."""
-
-    backbone: int
-    centroids: int
-    centroid_top_k: int
+    backbone: int  # the target's hidden size
+    centroids: int  # clusters of the head's vocabulary; 0: all ids are read
+    centroid_top_k: int  # clusters that are read
 
 
 def read_assistant(folder: Path, target: Geometry, tp: int = 1) -> AssistantGeometry:

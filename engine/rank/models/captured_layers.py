@@ -16,13 +16,12 @@ SIZES = (*range(288, 2593, 288), *range(3168, CAPTURED_PATCHES + 1, 576))  # 252
 
 
 class Rows(NamedTuple):
-    """Inputs of all layers: cos and sin fp32 [T, head_dim / 2]; starts int32 [pictures + 1];
-    longest: patches of the largest picture."""
+    """Inputs of all layers."""
 
-    cos: Tensor
+    cos: Tensor  # fp32 [T, head_dim / 2], as sin
     sin: Tensor
-    starts: Tensor
-    longest: int
+    starts: Tensor  # int32 [pictures + 1]
+    longest: int  # patches of the largest picture
 
 
 RunLayers = Callable[[range, Tensor, Tensor, Rows], tuple[Tensor, Tensor]]

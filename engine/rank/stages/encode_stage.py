@@ -42,13 +42,12 @@ class EncodedItem:
 
 @dataclass(frozen=True)
 class EncodeShare:
-    """What a rank encodes of a plan's items. inputs: of this rank, on the host; counts: rows by
-    rank, one number if every rank makes all."""
+    """What a rank encodes of a plan's items."""
 
     encoder: MediaEncoder
     items: Sequence[MediaItem]
-    inputs: Sequence[Tensor]
-    counts: Sequence[int]
+    inputs: Sequence[Tensor]  # of this rank, on the host
+    counts: Sequence[int]  # rows by rank; one number if every rank makes all
     parts: list[Tensor] = field(default_factory=list)
 
 
