@@ -38,17 +38,13 @@ class DecodeTile:
 
 class DecodeScratch:
     """Device memory for `decode_attention`, zeroed once and left zeroed; consecutive launches may
-    share it.
-
-    max_rows rows, max_parts rows x splits of a launch at most
-    parts    fp32 [max_parts, heads, head_dim], a split's output;  lse fp32 [max_parts, values, heads], its base-2 log-sum-exp
-    tickets  int32 [max_rows, kv_heads, values], splits that are done
-    """
+    share it. max_rows and max_parts: most rows, and rows x splits, of a launch."""
 
     def __init__(self, max_rows: int, heads: int, kv_heads: int, head_dim: int, max_parts: int, device: torch.device) -> None:
         self.max_rows, self.max_parts = max_rows, max_parts
-        self.tickets = torch.zeros(max_rows * kv_heads * _MOST_VALUES, dtype=torch.int32, device=device)
+        self.tickets = torch.zeros(max_rows * kv_heads * _MOST_VALUES, dtype=torch.int32, device=device)  # splits that are done
         size = max_parts if enabled(self.tickets) else 0
+        # Outputs of splits, and their base-2 log-sum-exp.
         self.parts = torch.empty((size, heads, head_dim), dtype=torch.float32, device=device)
         self.lse = torch.empty((size, _MOST_VALUES, heads), dtype=torch.float32, device=device)
 

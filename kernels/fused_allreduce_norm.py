@@ -51,14 +51,11 @@ class Norms(NamedTuple):
 
 
 class Inbox:
-    """One rank's end of `memories`, one a rank, writable by all, for at most `rows` rows.
-
-    inbox     this rank's, in words of `dtype`; an empty word is `nothing`, a sign bit alone
-    pointers  int64 [size], to every rank's
-    """
+    """One rank's end of `memories`, one a rank, writable by all, for at most `rows` rows."""
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, dtype: torch.dtype) -> None:
         self.rank, self.size, self.rows = rank, len(memories), rows
+        # In words of `dtype`; an empty word is a sign bit alone.
         self.inbox, self.nothing = memories[rank].view(dtype), torch.iinfo(dtype).min
         self.pointers = torch.tensor([memory.data_ptr() for memory in memories], device=self.inbox.device)
         self.inbox.fill_(self.nothing)
@@ -70,10 +67,7 @@ class Inbox:
 
 
 class AllReduceInbox(Inbox):
-    """One rank's inbox, of `bytes(...)` bytes, for rows of at most `width` elements.
-
-    errors  int32 [2]: 1 once a peer's part did not come in time; that time in milliseconds
-    """
+    """One rank's inbox, of `bytes(...)` bytes, for rows of at most `width` elements."""
 
     sharded_rows = 65  # from which on fused norms are sharded
     sent_rows = 64  # up to which products write their parts themselves (`kernels.linear.linear_send`): none of them is sharded
@@ -81,7 +75,7 @@ class AllReduceInbox(Inbox):
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, width: int, dtype: torch.dtype) -> None:
         super().__init__(memories, rank, rows, _BITS[dtype])
         self.width = width
-        self.errors = self.inbox.new_zeros(2, dtype=torch.int32)
+        self.errors = self.inbox.new_zeros(2, dtype=torch.int32)  # 1 once a peer's part did not come in time; that time in ms
         self.wait_at_most(WAIT_S)
         self._calls = 0
 

@@ -36,13 +36,10 @@ class SlotAdjustments(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """R rows that sample, and the tables of all slots.
+    """R rows that sample, and the tables of all slots."""
 
-    slots, positions  int32 [R], of each row's input; position -1: a padding row
-    """
-
-    slots: Tensor
-    positions: Tensor
+    slots: Tensor  # int32 [R]
+    positions: Tensor  # int32 [R], of each row's input; -1: a padding row
     parameters: SlotParameters
     tokens: Tensor  # int32 [slots, max_len + 1]: a row's token is written after its input
     suppress: Tensor  # int32 [m]: ids that no row may give

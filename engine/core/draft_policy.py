@@ -26,26 +26,21 @@ DISCOUNT = 0.9  # of what drafts promise before any was verified
 
 
 class RowTimes:
-    """Times of steps with one padded number of rows. Lists are by option.
-
-    expected  ms of a step, by the times at boot;   ms  of steps without and with prompt tokens, but for these; 0: not measured
-    drafting  share of rows that may draft;         samples  of both kinds, of a new option
-    loss      accumulated loss, in steps;           prompt_ms  of prompt tokens, a step on average
-    """
+    """Times of steps with one padded number of rows. Lists are by option."""
 
     def __init__(self, expected: list[float], chosen: int) -> None:
-        self.expected = expected
-        self.ms = np.zeros((2, len(expected)))
-        self.drafting = 1.0
-        self.prompts = 0.0
-        self.prompt_ms = 0.0
+        self.expected = expected  # ms of a step, by the times at boot
+        self.ms = np.zeros((2, len(expected)))  # of steps without and with prompt tokens, their own time excluded; 0: not measured
+        self.drafting = 1.0  # share of rows that may draft
+        self.prompts = 0.0  # share of steps with prompt tokens
+        self.prompt_ms = 0.0  # of prompt tokens, a step on average
         self.steps = 0
         self.begin(chosen)
 
     def begin(self, chosen: int) -> None:
         self.chosen = chosen
-        self.samples: tuple[list[float], list[float]] = ([], [])
-        self.loss = 0.0
+        self.samples: tuple[list[float], list[float]] = ([], [])  # ms, as in `ms`, of the chosen option
+        self.loss = 0.0  # accumulated, in steps
 
     def add(self, ms: float, prompt_ms: float) -> None:
         kind = int(prompt_ms > 0)

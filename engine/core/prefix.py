@@ -94,17 +94,14 @@ def equal_keys(keys: list[bytes], others: list[bytes], offset: int = 0) -> int:
 
 
 class PrefixCache:
-    """Segments of both pools, which are one pool for a model without sliding layers.
-
-    version         changes with each tail, and so with what can be found
-    """
+    """Segments of both pools, which are one pool for a model without sliding layers."""
 
     def __init__(self, full: PagePool, sliding: PagePool, events: CacheEvents | None = None) -> None:
         self.evicted_pages = 0
         self._events = events
         self._full = full
         self._sliding = sliding
-        self.version = 0
+        self.version = 0  # changes with each tail, and so with what can be found
         self._root = Segment(cast("Segment", None), 0, [], array("i"), array("i"))
         self._root.parent = self._root
         self._order: OrderedDict[Segment, None] = OrderedDict()

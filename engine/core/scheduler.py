@@ -59,9 +59,8 @@ class StepBuilder(InFlightStep, kw_only=True):
 class Scheduler:
     """Call `schedule` for the next plan, and `commit` with each plan's result, in order.
 
-    pages         of each group, null page included
-    times         of steps, measured at boot; needed for time limits and to choose drafts
-    cache_events  of the prefix cache, or None
+    pages  of each group, null page included
+    times  of steps, measured at boot; needed for time limits and to choose drafts
     """
 
     def __init__(

@@ -174,12 +174,7 @@ class PlainText:
 
 
 class Generation:
-    """One choice while it is generated, for one reader.
-
-    has_ended  the delta with `finish` was taken, or it was aborted
-    cached     prompt tokens found in the prefix cache, known with the first tokens
-    accepted, rejected   drafts that are, or are not, among its tokens so far
-    """
+    """One choice while it is generated, for one reader."""
 
     def __init__(self, engine: EngineClient, text: TextProcessor, job: Job, choice: int) -> None:
         prompt, params = job.prompt(choice), job.params[choice]
@@ -191,8 +186,9 @@ class Generation:
             prompt, params, clip=job.clip, salt=job.salt, priority=job.priority, adapter=job.adapter, media=job.media
         )
         self.clock = self.stream.clock
+        # Prompt tokens found in the prefix cache, known with the first tokens; drafts that are, or are not, among the tokens.
         self.cached = self.accepted = self.rejected = 0
-        self.has_ended = False
+        self.has_ended = False  # the delta with `finish` was taken, or it was aborted
         skip = job.skip_special_tokens
         self._reader: ReplyParser | PlainText = (
             PlainText(Detokenizer(text.pieces, skip_special_tokens=skip))

@@ -19,13 +19,7 @@ ROW_TOKENS = 256  # a table row covers a multiple of so many positions: the step
 
 
 class GroupCache:
-    """Pool and table of one KV group, zero-filled.
-
-    pool   [owned layers, pages, 2, kv_heads, page, head_dim]: K at [..., 0, ...], V at [..., 1, ...]; page 0 is null
-    layers [pages, 2, kv_heads, page, head_dim] by index of the layers that own K and V
-    table  int32 [slots, width], contiguous; width covers `max_len` and is a multiple of 256 // page
-    read_width  most page ids that a sequence of `queries` queries reads
-    """
+    """Pool and table of one KV group, zero-filled. Page 0 is null."""
 
     def __init__(
         self,
@@ -37,12 +31,15 @@ class GroupCache:
         queries: int = 1,
     ) -> None:
         self.group = group
+        # K at [..., 0, ...], V at [..., 1, ...].
         shape = (len(group.layers), pages, 2, group.kv_heads, group.page, group.head_dim)
         self.pool = torch.zeros(shape, dtype=getattr(torch, group.dtype), device=device)
+        # Covers `max_len`, and is a multiple of 256 // page.
         width = -(-max_len // ROW_TOKENS) * (ROW_TOKENS // group.page)
         self.table = torch.zeros((slots, width), dtype=torch.int32, device=device)
+        # Most page ids that a sequence of `queries` queries reads.
         self.read_width = min(width, group.worst_pages(width * group.page) - (1 - queries) // group.page)
-        self.layers = dict(zip(group.layers, self.pool, strict=True))
+        self.layers = dict(zip(group.layers, self.pool, strict=True))  # by index of the layers that own K and V
 
 
 class KVCache:

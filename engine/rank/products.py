@@ -27,13 +27,10 @@ _PRODUCTS = 512  # of a forward that adapters change
 
 class Exchange:
     """Sums over ranks are collectives. On one rank, a row-parallel product of few rows may give
-    fp32 parts [parts, T, m] (`kernels.linear.linear_parts`).
-
-    packs_rows  norms may pack the rows that its products read
-    """
+    fp32 parts [parts, T, m] (`kernels.linear.linear_parts`)."""
 
     adapters: Tensor | None = None  # int32 [T], the adapter of each row; None: no row has one
-    packs_rows = True
+    packs_rows = True  # whether norms may pack the rows that its products read
 
     def __init__(self, parallel: Parallel, eps: float) -> None:
         self.parallel = parallel

@@ -26,15 +26,11 @@ LAYOUT = PlanLayout(HEADER, COUNTS, *(SECTIONS[name] for name in ("rows", "chunk
 
 
 class StepBuffers:
-    """Inputs of steps of the sizes that `shapes` allows.
-
-    frequencies  fp32 [pairs] of each rotary embedding
-    soft         media of `shapes.padded_prompts` rows of padded steps, rows -1; None without encoders
-    """
+    """Inputs of steps of the sizes that `shapes` allows. frequencies: fp32 [pairs] of each rotary embedding."""
 
     def __init__(self, slots: SlotState, frequencies: RopeTensors, shapes: StepShapes, soft: SoftTokens | None = None) -> None:
         self.shapes = shapes
-        self.soft = soft
+        self.soft = soft  # media of `shapes.padded_prompts` rows of padded steps, rows -1; None without encoders
         self._slots = slots
         self._frequencies = frequencies
         rows = shapes.prefill + shapes.results

@@ -26,20 +26,16 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter
 
 
 class Weight(nn.Module):
-    """W [m, n], or of each expert [experts, m, n]: this rank's part. Made without tensors.
-
-    packs_rows  its products may read x as `kernels.packed.PackedRows`
-    adapters    an `AdapterStack`, or None
-    """
+    """W [m, n], or of each expert [experts, m, n]: this rank's part. Made without tensors."""
 
     weight: Tensor  # its values in `dtype`
-    packs_rows = False
+    packs_rows = False  # whether its products may read x as `kernels.packed.PackedRows`
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.shape, self.dtype, self.device = shape, dtype, device
         self.stored: WeightFormat | None = None
-        self.adapters: Any = None
+        self.adapters: Any = None  # an `AdapterStack`
 
     def stored_as(self, stored: WeightFormat) -> "Weight":
         """The same matrix in that format, to be loaded."""
