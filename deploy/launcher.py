@@ -301,7 +301,6 @@ def _shut_serve() -> None:
 
 
 def _comes(condition: Callable[[], bool], bound_s: float) -> bool:
-    """Wait until it holds, at most `bound_s`; True if it does."""
     deadline = monotonic() + bound_s
     while not (holds := condition()) and monotonic() < deadline:
         sleep(_POLL_S)

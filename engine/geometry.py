@@ -362,5 +362,5 @@ def _rope(parameters: JsonObject, head_dim: int) -> Rope:
 
 
 def _placeholders(config: JsonObject) -> tuple[int, ...]:
-    """Ids that the multimodal wrapper embeds as pad in plain text."""
+    """Ids that are embedded as pad in plain text."""
     return tuple(sorted(filter(None, {config.get(f"{kind}_token_id") for kind in ("image", "video", "audio")})))

@@ -42,7 +42,7 @@ def unsupported(name: str, allowed: str = "") -> InvalidRequest:
 
 
 def _is_neutral(raw: Json, name: str, neutral: tuple[Any, ...]) -> bool:
-    """Whether it is absent, null or one of `neutral`. True and 1 differ."""
+    """True and 1 differ."""
     if isinstance(raw, UnsetType):
         return True
     value = decode(raw, name, ANYTHING) if len(memoryview(raw)) <= _NEUTRAL_BYTES else ...

@@ -85,6 +85,5 @@ def message_of(error: QuartetError) -> str:
 
 
 def _cut(message: str) -> str:
-    """At most MAX_MESSAGE characters, as valid UTF-8."""
     clean = message.encode("utf-8", "replace").decode()
     return clean if len(clean) <= MAX_MESSAGE else clean[: MAX_MESSAGE - 1] + "…"

@@ -170,7 +170,6 @@ class JobBuilder:
         return self.text.encode(source, add_bos=True, most=self.settings.max_len)
 
     def _check_size(self, characters: int, param: str) -> None:
-        """Refuse a text that has too many characters to fit, before it is rendered."""
         if characters > self.settings.max_len * CHARACTERS_A_TOKEN:
             raise too_long(f"at least {characters // CHARACTERS_A_TOKEN} tokens", self.settings.max_len, param)
 
@@ -248,7 +247,6 @@ def _form(ask: Ask) -> AnswerForm | None:
 
 
 def _check_end(ask: Ask, what: str) -> None:
-    """Refuse ignore_eos and min_tokens where the answer ends when it is complete."""
     for key, given in (("ignore_eos", ask.sampling.ignore_eos), ("min_tokens", ask.sampling.min_tokens)):
         if given:
             raise invalid(key, f"not with {what}")

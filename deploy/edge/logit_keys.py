@@ -39,7 +39,7 @@ def logit_adjustments(
 
 
 def _spellings(words: Sequence[str], encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
-    """The ids of each word at the start of a text, and after a space."""
+    """At the start of a text, and after a space."""
     if not all(word.strip() for word in words):
         raise invalid("bad_words", "a word must not be empty")
     return tuple(dict.fromkeys(tuple(encode(prefix + word.lstrip())) for word in words for prefix in ("", " ")))

@@ -92,6 +92,5 @@ class Recovery:
 
 
 def _log_failure(known: BaseException | None, work: asyncio.Future[None]) -> None:
-    """Log how an abandoned request failed, unless the error is `known`."""
     if not work.cancelled() and (error := work.exception()) not in (None, known):
         logger.error("a request that was given up failed", exc_info=error)

@@ -82,7 +82,6 @@ class SidePool:
             self._control = self._process = None
 
     def _end(self, side_process: subprocess.Popen[bytes] | None) -> None:
-        """End this process, unless another has replaced it."""
         with self._lock:
             if self._process is side_process:
                 self.close()
@@ -118,7 +117,6 @@ def _answer(connection: socket.socket, task: Sequence[bytes]) -> bytes:
 
 
 def _left(ends: float) -> float:
-    """Seconds until `ends`. TimeoutError if it has passed."""
     left = ends - monotonic()
     if left <= 0:
         raise TimeoutError

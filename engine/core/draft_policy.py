@@ -187,5 +187,4 @@ class DraftPolicy:
 
 
 def _at_least(counts: Sequence[int]) -> list[int]:
-    """How many had at least 1, 2, ..., where `counts[n]` had n."""
     return list(accumulate(reversed(counts[1:])))[::-1]

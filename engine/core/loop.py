@@ -166,7 +166,7 @@ class Core:
         return committed
 
     def _advance_masks(self) -> None:
-        """Make and send masks first: ranks wait for those of a step that they have started."""
+        """Ranks wait for the masks of a step that they have started."""
         self._masks.advance()
         self._send_masks()
 

@@ -314,7 +314,7 @@ class Masks:
         return compiled
 
     def _fail(self, state: MaskState, error: GenerationFailed) -> None:
-        """End its request. Its grammar is compiled anew for others, since matchers share state."""
+        """A failed request's grammar is compiled anew for others, since matchers share state."""
         self._grammars = OrderedDict(item for item in self._grammars.items() if item[1] is not state.compiled)
         self._requests.fail(state.sequence, str(error))
 

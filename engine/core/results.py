@@ -152,7 +152,6 @@ class Results:
 
 
 def _note_drafts(step: InFlightStep, result: StepResult) -> None:
-    """Store the draft tokens of masked rows."""
     drafts = result.table[:, result.table.shape[1] - step.plan.drafts :].tolist()
     for (sequence, number), drafted in zip(step.result_rows, drafts, strict=True):
         if sequence.masked and sequence.number == number:

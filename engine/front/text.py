@@ -58,7 +58,6 @@ class Detokenizer:
         return self._decode(final=True)
 
     def _decode(self, *, final: bool) -> str:
-        """Whole characters of `_pending`, or those that can no longer become whole."""
         if not self._pending:  # nearly always
             return ""
         text, used = codecs.utf_8_decode(self._pending, "surrogateescape", final)

@@ -271,7 +271,6 @@ class Runner:
         return results + [launched.finish() for launched in out]
 
     def _encode(self, step: Forwarded) -> None:
-        """Begin the encodes of a step unless begun."""
         if step.media and len(step.plan.encodes):
             self.encode_stage.encode(step.plan.encodes[:, 0].tolist(), step.media)
         step.media = None

@@ -283,7 +283,6 @@ def _content(content: Content, where: str) -> str | list[Part]:
 
 
 def _text(content: Content, where: str) -> str:
-    """InvalidRequest unless all of it is text."""
     text = _content(content, where)
     if not isinstance(text, str):
         raise invalid(where, "only text is supported here")

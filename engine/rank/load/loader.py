@@ -34,7 +34,6 @@ def with_head(geometry: Geometry, tensors: TensorTable, folder: Path) -> Geometr
 
 
 def _are_equal(one: TensorHeader, two: TensorHeader) -> bool:
-    """Compares two tensors in blocks of rows."""
     step = max(1, _BLOCK_BYTES // (4 * one.shape[1]))
     with opened(one.path) as first, opened(two.path) as second:
         left, right = first.get_slice(one.name), second.get_slice(two.name)

@@ -80,7 +80,7 @@ def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Hea
 
 
 def _usual(name: str) -> str:
-    """The usual spelling of a name; quantisers have others."""
+    """Quantisers have other spellings."""
     return name.replace(".moe.experts.", ".experts.").removesuffix("_inv")
 
 
