@@ -280,9 +280,9 @@ def _gemm(
     WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr, ADAPTERS: constexpr, TOGETHER: constexpr,
     SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of up to ROWS rows, with BLOCKS of one block of them; rows after T are zero: were they to repeat one, all CTAs
-    would wait for its cache lines. Of SPLITS parts of the inner dimension a CTA has one. It has no trigger: the next kernel's CTAs
-    would take the place of its own."""
+    """BN outputs of up to ROWS rows, BLOCKS of one block. Rows after T are zero: repeating one
+    would make all CTAs wait for its cache lines. No trigger: the next kernel's CTAs would displace
+    its own."""
     start = tl.program_id(0) * BN
     column = start + tl.arange(0, BN)
     at_row = tl.minimum(column, M - 1).to(tl.int64)[:, None]

@@ -196,7 +196,8 @@ def _shrink_row(
 
 @triton.jit
 def begun(done, ctas, PDL: constexpr):
-    """Waits until the kernels before `_shrink` have ended; what they wrote is visible then. Whether `_shrink` has ended too."""
+    """Wait until the kernels before `_shrink` have ended and their writes are visible. True if
+    `_shrink` has ended too."""
     state = 2 * ctas
     if PDL:
         state = tl.atomic_add(done, 0, sem="acquire")
@@ -229,7 +230,6 @@ def rows_of_b(b, adapter, column, M: constexpr, RANK: constexpr, ADAPTERS: const
 
 @triton.jit
 def expanded(values, tile):
-    """B's product of a row: what is added to its outputs."""
     return tl.sum(tile.to(tl.float32) * cast(values, tile.dtype).to(tl.float32)[None, :], 1)
 
 
@@ -239,8 +239,9 @@ def expand_rows(
     M: constexpr, RANK: constexpr, PARTS: constexpr, ADAPTERS: constexpr, TOGETHER: constexpr, SHARES: constexpr,
     SWAP: constexpr,
 ):  # fmt: skip
-    """`total` [ROWS, BN], or with SWAP [BN, ROWS], and B's product of the rows. TOGETHER adapters are one matrix: a row's values
-    stand in its own adapter's columns, with zeros in the others'. own: each row's adapter."""
+    """Add B's product to `total` [ROWS, BN], with SWAP [BN, ROWS]. TOGETHER adapters are one
+    matrix: a row's values stand in its own adapter's columns, with zeros in the others'. own: each
+    row's adapter."""
     COLUMNS: constexpr = TOGETHER * RANK
     lane = tl.arange(0, RANK)
     of_row = inner + row[:, None] * (PARTS * RANK) + part * RANK + lane[None, :]
