@@ -1,1 +1,1 @@
-"""A group's life: what the node can do, spawn and handshake, health, end."""
+"""A group's life: node capability, spawn and handshake, health, end."""

@@ -1,15 +1,5 @@
-"""Which attention backends a group runs, and why: what a GPU, the packages on its node and the settings allow.
-
-    GPU                      decode rows                                     prefill chunks
-    SM100 family (10.x)      trtllm_mha, FlashInfer usable, no drafts        the same, by itself; drafts or not
-    9.0 and 12.x             triton; trtllm_mha when asked for (xqa)         triton
-    8.x                      triton                                          triton
-    below 8.0                refused: its kernels compute in bf16            refused
-    none                     reference                                       reference
-
-The replica chooses, once, for all ranks of its group: a group's GPUs are equal and on one node, so its ranks agree; the replicas of
-a fleet may differ. A setting that asks for what cannot be is a ConfigError with the reason.
-"""
+"""Chooses a group's attention backends by GPU, packages and settings, once for all its ranks
+(engine/README.md has the table)."""
 
 from typing import NamedTuple
 
@@ -25,10 +15,8 @@ _OLDEST_WITH_FP8 = (8, 9)
 
 
 class AttentionChoice(NamedTuple):
-    """The backends of both kinds of rows, one line of why, and what would change it ("": nothing would).
-
-    fallbacks: what a rank's self-check found wrong, and runs otherwise; a sentence each.
-    """
+    """The backends, why, and what would change the choice. fallbacks: parts that failed a
+    self-check, a sentence each"""
 
     decode: AttentionName
     extend: AttentionName
@@ -38,7 +26,7 @@ class AttentionChoice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For a label: one name, or both where they differ."""
+        """A label: one name, or both."""
         name = self.decode if self.decode == self.extend else f"{self.decode} decode, {self.extend} extend"
         return f"{name}, with fallbacks" if self.fallbacks else name
 
@@ -47,7 +35,7 @@ class AttentionChoice(NamedTuple):
 
 
 def attention_here(config: EngineConfig) -> AttentionChoice:
-    """Chooses the backends of a group on this node; ConfigError where its GPUs are too few, differ, or cannot run what is asked."""
+    """ConfigError: too few or different GPUs, or an impossible setting."""
     capability = probe("" if config.device == "cpu" else None)
     if config.device == "cuda":
         check_group(capability, config.tp)
@@ -55,7 +43,6 @@ def attention_here(config: EngineConfig) -> AttentionChoice:
 
 
 def choose_attention(config: EngineConfig, architecture: ComputeCapability | None, flashinfer: FlashInferFiles) -> AttentionChoice:
-    """Chooses the backends of a group on GPUs of compute capability `architecture`; None: on the CPU."""
     platform = Platform(
         architecture, flashinfer, config.dtype, config.flashinfer_download, config.widest > 1, config.kv_dtype
     )
@@ -80,7 +67,7 @@ def choose_attention(config: EngineConfig, architecture: ComputeCapability | Non
 
 
 def _check(kind: RowKind, entry: BackendEntry, platform: Platform) -> None:
-    """Raises ConfigError with the reason unless the backend can run here."""
+    """ConfigError unless the backend can run here."""
     for obstacle in entry.obstacles(kind, platform):
         if not obstacle.by_default:
             advice = f" ({obstacle.advice})" if obstacle.advice else ""
@@ -91,7 +78,7 @@ def _check(kind: RowKind, entry: BackendEntry, platform: Platform) -> None:
 
 
 def _default(kind: RowKind, platform: Platform, passed: list[Obstacle]) -> BackendEntry:
-    """Returns the last backend that nothing stands against; adds to `passed` what stands against those after it."""
+    """The last backend without obstacles; adds later ones' to `passed`."""
     for entry in reversed(BACKENDS.values()):
         if entry.device == platform.device:
             obstacles = list(entry.obstacles(kind, platform))

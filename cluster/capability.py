@@ -1,7 +1,5 @@
-"""What this node has for a group: its GPUs, as CUDA would show them, and FlashInfer's files.
-
-Asks NVML and not torch, so that the replica stays light. `cluster.attention_choice` decides which attention runs on them.
-"""
+"""This node's GPUs, as CUDA shows them, and FlashInfer's files. By NVML, so that the replica needs
+no torch."""
 
 import logging
 import os
@@ -19,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Gpu:
-    """One visible device: `index` of NVML, compute capability ((9, 0) is Hopper), memory in bytes."""
+    """A visible device: NVML's `index`, compute capability ((9, 0) is Hopper), memory in bytes."""
 
     index: int
     name: str
@@ -38,18 +36,18 @@ class Capability:
 
     @property
     def architecture(self) -> ComputeCapability | None:
-        """The lowest compute capability of the GPUs; None without GPUs."""
+        """The lowest of the GPUs; None without GPUs."""
         return min((gpu.capability for gpu in self.gpus), default=None)
 
 
 def probe(visible: str | None = None) -> Capability:
-    """This node's capability. `visible` replaces CUDA_VISIBLE_DEVICES."""
+    """`visible` replaces CUDA_VISIBLE_DEVICES."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
     return Capability(visible_gpus(node_gpus(), named), flashinfer_files())
 
 
 def check_group(capability: Capability, tp: int) -> None:
-    """Raises ConfigError if the first `tp` visible GPUs are too few, or differ."""
+    """ConfigError if the first `tp` GPUs are too few, or differ."""
     if tp > len(capability.gpus):
         raise ConfigError(f"tp {tp} needs {tp} GPUs on one node; this one shows {len(capability.gpus)}: check num_gpus, tp, device")
     first, *others = capability.gpus[:tp]
@@ -60,7 +58,7 @@ def check_group(capability: Capability, tp: int) -> None:
 
 
 def visible_gpus(gpus: Gpus, named: str | None) -> Gpus:
-    """The devices of `named` (CUDA_VISIBLE_DEVICES), in its order; as in CUDA, an unknown one ends the list."""
+    """The devices of CUDA_VISIBLE_DEVICES, in order; as in CUDA, an unknown one ends the list."""
     if named is None:
         return gpus
     shown = []
@@ -73,7 +71,7 @@ def visible_gpus(gpus: Gpus, named: str | None) -> Gpus:
 
 
 def node_gpus() -> Gpus:
-    """Every GPU of the node, in NVML's (PCI) order; empty if the driver is missing or does not answer."""
+    """All GPUs in NVML's (PCI) order; empty without a driver."""
     try:
         pynvml.nvmlInit()
         try:

@@ -1,7 +1,8 @@
-"""The child processes of a group: spawn, boot messages, kill, and which exit caused the group's end.
+"""A group's child processes: spawn, boot messages, kill, and the exit that caused the end.
 
-Children are spawned without preexec_fn, which would run Python in the fork of a multi-threaded process, and without a new session:
-when Ray kills a dead replica's process group, that must reach them. PR_SET_PDEATHSIG fires when the spawning *thread* ends.
+There is no preexec_fn, which would run Python in a threaded process's fork, and no new session, so
+that Ray's kill of a process group reaches them. PR_SET_PDEATHSIG fires when the spawning *thread*
+ends.
 """
 
 import contextlib
@@ -30,7 +31,8 @@ Command = Callable[[BootArgs], Sequence[str]]
 
 
 class ExitStatus(NamedTuple):
-    """How a child ended: `code` as in Popen (negative: a signal; None: it runs), and its last error."""
+    """How a child ended: `code` as in Popen (negative: a signal; None: it runs), and its last
+    error."""
 
     name: str
     code: int | None
@@ -51,7 +53,7 @@ class ExitStatus(NamedTuple):
 
 
 def root_cause(exits: Iterable[ExitStatus | None]) -> ExitStatus | None:
-    """The cause among `exits`: one ended by a signal, else one that sent an error (user errors first), else any."""
+    """The cause: an exit by signal, else an error (user errors first), else any."""
     return min(filter(None, exits), key=_less_telling, default=None)
 
 
@@ -61,7 +63,7 @@ def _less_telling(exit_status: ExitStatus) -> tuple[bool, ...]:
 
 
 class Child:
-    """One running child. Not thread-safe, except `kill` and `wait`."""
+    """One running child. Only `kill` and `wait` are thread-safe."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], lifeline: socket.socket) -> None:
         self.name = name
@@ -71,12 +73,13 @@ class Child:
         self._last_error: Failed | None = None
 
     def send(self, message: BootMessage) -> None:
-        """Sends a boot message. Ignores a child that is gone: its pidfd reports the end."""
+        """Ignores a child that is gone: its pidfd reports the end."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.lifeline.send(message)
 
     def receive(self, timeout_s: float = 1.0) -> BootMessage | None:
-        """The next boot message, within `timeout_s` of its socket being readable; None at the end of its lifeline."""
+        """The next boot message, within `timeout_s` of its first byte; None at the end of its
+        lifeline."""
         self.lifeline.sock.settimeout(timeout_s)
         message = self.lifeline.receive()
         if isinstance(message, Failed):
@@ -84,7 +87,6 @@ class Child:
         return message
 
     def exit_status(self) -> ExitStatus | None:
-        """How it ended, or the error that it sent; None while it runs without error."""
         code = self.process.poll()
         if self.lifeline.sock.fileno() >= 0:  # messages that it may have sent before it ended, up to an error
             with contextlib.suppress(BlockingIOError):
@@ -93,7 +95,7 @@ class Child:
         return None if code is None and self._last_error is None else ExitStatus(self.name, code, self._last_error)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within `timeout_s`."""
+        """Whether it ends within `timeout_s`."""
         try:
             self.process.wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
@@ -101,13 +103,13 @@ class Child:
         return True
 
     def close(self) -> None:
-        """Closes our descriptors of it, once. The process must have ended."""
+        """Close our descriptors of it, once, after its end."""
         self.lifeline.sock.close()
         os.close(self.pidfd)
 
 
 def child_name(index: int, tp: int) -> str:
-    """The name, in messages, of the process with status record `index`."""
+    """The name of process `index` in messages."""
     return "the core" if index == tp else f"rank {index}"
 
 
@@ -116,7 +118,7 @@ def child_command(args: BootArgs) -> list[str]:
 
 
 def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], device: str, command: Command) -> Child:
-    """Starts a child, which ends with the calling thread. `lifeline` is our end; the child inherits `descriptors`."""
+    """Start a child, which ends with the calling thread and inherits `descriptors`."""
     process = subprocess.Popen(
         command(args),
         stdin=subprocess.DEVNULL,
@@ -128,10 +130,8 @@ def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], d
 
 
 def environment(inherited: dict[str, str], device: str) -> dict[str, str]:
-    """A child's environment: our packages, loopback for its peers, and on CPU no GPU and one thread.
-
-    GPUs are numbered as in NVML, so that ranks use the GPUs that `cluster.capability` examined.
-    """
+    """A child's environment: our packages, loopback for peers, NVML's order of GPUs; on CPU no GPU
+    and one thread."""
     usual = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **_KEEP_MEMORY} if device == "cpu" else {}
     kept = {name: value for name, value in inherited.items() if name != "PYTHONBREAKPOINT"}  # Ray's would wait for a debugger
@@ -139,12 +139,11 @@ def environment(inherited: dict[str, str], device: str) -> dict[str, str]:
 
 
 def python_path(inherited: Mapping[str, str]) -> str:
-    """`inherited` with our packages first."""
     return os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
 
 
 def kill(children: Sequence[Child]) -> list[str]:
-    """Kills all with SIGKILL, which also ends stopped processes, and waits at most KILL_WAIT_S; returns the names still running."""
+    """SIGKILL all and wait at most KILL_WAIT_S; returns names still running."""
     for child in children:
         child.process.kill()
     deadline = time.monotonic() + KILL_WAIT_S

@@ -1,7 +1,4 @@
-"""The figures of a group for a scrape, from the status records of its processes.
-
-`cluster.health` measures how long a process has owed a step. An idle process is not stalled.
-"""
+"""A group's figures for a scrape, from status records."""
 
 import time
 
@@ -12,7 +9,6 @@ from engine.front.client import EngineClient
 
 
 def read_gauges(group: Group, front: EngineClient) -> ScrapeGauges:
-    """The present figures of the ranks and, last, the core; from any thread."""
     statuses = group.status()
     stalled_s = stalls(statuses, Observation(time.monotonic_ns(), waiting=front.waiting_since))
     names = [*map(str, range(len(statuses) - 1)), "core"]

@@ -1,4 +1,4 @@
-"""One engine group: its shared memory, and its processes from boot to end.
+"""One engine group: shared memory, and processes from boot to end.
 
     Group.boot(config)   memory -> spawn the ranks and the core -> handshake -> ready; or an error, with nothing left over
     group.front_socket   where an EngineClient attaches
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Group:
-    """A running group. Boot it from a thread that outlives the group: a child dies with the thread that spawned it."""
+    """Boot it from a thread that outlives the group: children die with it."""
 
     def __init__(self, config: EngineConfig, attention: AttentionChoice, front: socket.socket, status: memoryview) -> None:
         self.config = config
@@ -58,7 +58,8 @@ class Group:
 
     @classmethod
     def boot(cls, config: EngineConfig, command: Command = child_command) -> "Group":
-        """Spawn a group and wait until it is ready. ConfigError: it can never boot like this; EngineDead: this boot failed."""
+        """Spawn a group and wait until it is ready. ConfigError: it can never boot like this.
+        EngineDead: this boot failed."""
         started = time.monotonic()
         attention = attention_here(config)
         config = msgspec.structs.replace(config, attention_decode=attention.decode, attention_extend=attention.extend)
@@ -135,7 +136,7 @@ class Group:
             logger.info("%s ready (pid %d) %s", child.name, child.process.pid, message.note)
 
     def status(self) -> list[RankStatus]:
-        """Return the records of the ranks and, last, of the core; after the end, the last ones."""
+        """Records of the ranks and, last, the core, kept after the end."""
         if self._last is not None:  # without the lock: `kill` holds it while it waits
             return self._last
         with self._lock:
@@ -145,24 +146,22 @@ class Group:
         return [self._status.read(index) for index in range(self.config.tp + 1)]
 
     def running(self) -> list[bool]:
-        """Return whether each rank and, last, the core runs."""
+        """Whether each rank and, last, the core runs."""
         return [child.process.poll() is None for child in self.children]
 
     def exits(self) -> list[ExitStatus | None]:
-        """Return how children ended, or the errors that they sent; None of those that run without error."""
         with self._lock:
             return [child.exit_status() for child in self.children]
 
     def close(self, timeout_s: float = CLOSE_WAIT_S) -> bool:
-        """Wait for the end of a group whose client has said stop (`client.stop()`), then kill what is left; True if all ended by
-        themselves in time."""
+        """Wait for the end after `client.stop()`, then kill the rest; True if all ended in time."""
         deadline = time.monotonic() + timeout_s
         orderly = all(child.wait(deadline - time.monotonic()) for child in self.children)
         self.kill()
         return orderly
 
     def kill(self) -> None:
-        """Kill every child with SIGKILL and wait for it; idempotent, from any thread."""
+        """SIGKILL every child and wait; idempotent, from any thread."""
         with self._lock:
             if self._last is not None:
                 return
@@ -177,13 +176,12 @@ class Group:
 
 
 def spin_polls(tp: int, cores: int) -> int:
-    """Returns how often a ring reader polls before it sleeps: never where processes (ranks, core, replica) outnumber the cores."""
+    """Polls of a ring reader before it sleeps: 0 if processes outnumber the cores."""
     return 0 if tp + 2 > cores else SPIN_POLLS
 
 
 @contextlib.contextmanager
 def _shared(config: EngineConfig) -> Iterator[Mapping[str, int]]:
-    """Yields descriptors of the shared memory, by its purpose; they are closed here once the children have inherited them."""
     tp, vocabulary = config.tp, config.geometry.vocab
     sizes = {
         "plan": ring_bytes(tp),

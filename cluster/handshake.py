@@ -1,9 +1,8 @@
-"""The replica's side of the boot handshake: settings out, a message of one kind back from each, within a deadline.
+"""The replica's side of the boot handshake, within a deadline.
 
     Configure -> all    Loaded <- every rank    Allocate -> all    Ready <- every rank    RanksReady -> core    Ready <- core
 
-A child that ends, sends an error or sends another message ends the boot. The error names the first real cause: ConfigError with the
-child's own sentence if it is meant for the user (a bad checkpoint, a bad setting), otherwise EngineDead.
+A child's failure ends the boot: ConfigError if it is for the user, else EngineDead.
 """
 
 import time
@@ -19,7 +18,7 @@ SETTLE_S = 0.15  # a peer that lost its channel may be seen before the one that 
 
 
 class Handshake:
-    """One boot. `timeout_s` covers all phases, from now."""
+    """`timeout_s` covers all phases, from now."""
 
     def __init__(self, children: Sequence[Child], timeout_s: float) -> None:
         self._children = children
@@ -36,7 +35,6 @@ class Handshake:
             child.send(message)
 
     def gather(self, children: Sequence[Child], kind: type[M]) -> list[M]:
-        """Waits for one message of `kind` from each of `children`; returns them in that order."""
         answers: dict[Child, M] = {}
         while len(answers) < len(children):
             for child in self._readable([child.name for child in children if child not in answers], kind.__name__):
@@ -47,7 +45,7 @@ class Handshake:
         return [answers[child] for child in children]
 
     def _readable(self, missing: list[str], awaited: str) -> list[Child]:
-        """Waits for children that have sent something. EngineDead at the deadline, and at once if a child has ended."""
+        """EngineDead at the deadline, or if a child has ended."""
         ready = wait(self._sources, max(0.0, self._deadline - time.monotonic()))
         if not ready:
             raise EngineDead(f"boot took longer than boot_timeout_s, {self._timeout_s:g} s: no {awaited} from {', '.join(missing)}")
@@ -57,7 +55,7 @@ class Handshake:
         return [self._sources[source] for source in ready]
 
     def _give_up(self, child: Child, message: BootMessage | None) -> NoReturn:
-        """Raises the cause, after a moment in which the others may report theirs."""
+        """Raise the cause, after a moment in which others may report theirs."""
         if message is not None and not isinstance(message, Failed):
             raise EngineDead(f"{child.name} sent {type(message).__name__} out of turn")
         time.sleep(SETTLE_S)

@@ -1,10 +1,10 @@
-"""Whether a group is alive: a verdict on its status records, and a watcher that asks for it and sees processes end.
+"""Whether a group is alive: a verdict on its status records, and a watcher.
 
 a process ends        its pidfd, at once
 it is stopped         its heartbeat, written by its lifeline thread every 0.25 s, is too old
 it hangs in a step    it owes steps, and its finished step does not advance
 the core stalls       ranks have finished a step that it does not commit, or requests wait and it makes no plan
-ranks differ          the hashes of their states after one step differ: they would continue from different tokens
+ranks differ          the hashes of their states after one step differ
 """
 
 import asyncio
@@ -33,25 +33,17 @@ Cause = Literal["killed", "failed", "unscheduled", "rank_stalled", "core_stalled
 
 @dataclass(frozen=True)
 class Death:
-    """Why a group ended: a cause for metrics, and a sentence for the log."""
-
     cause: Cause
     sentence: str
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The time of a verdict and its bounds; CLOCK_MONOTONIC nanoseconds.
-
-    since    start of the uninterrupted watch. No age is counted from before it, so a machine that was suspended does not
-    look like a
-             hung process
-    waiting  since when at least one request has been open; None: none is open
-    """
+    """The time of a verdict; CLOCK_MONOTONIC nanoseconds."""
 
     now: int
-    since: int = 0
-    waiting: int | None = None
+    since: int = 0  # start of the uninterrupted watch, the earliest start of an age, so a suspended machine is no hang
+    waiting: int | None = None  # since when a request has been open, or None
 
     def age_s(self, *stamps: int) -> float:
         """Seconds since the latest of `stamps` and `since`."""
@@ -59,10 +51,7 @@ class Observation:
 
 
 def verdict(statuses: Statuses, moment: Observation, heartbeat_s: float, step_s: float) -> Death | None:
-    """Why the group with these records (ranks, then the core) must end; None if it is healthy. Pure.
-
-    `heartbeat_s`, `step_s`: the largest age of a heartbeat and of a step.
-    """
+    """Why the group must end, or None. Pure. `heartbeat_s`, `step_s`: the largest ages."""
     return (
         _diverged(statuses)
         or _unscheduled(statuses, moment, heartbeat_s)
@@ -71,12 +60,11 @@ def verdict(statuses: Statuses, moment: Observation, heartbeat_s: float, step_s:
 
 
 def stalls(statuses: Statuses, moment: Observation) -> list[float]:
-    """Seconds for which each process (ranks, then the core) has owed a step; 0.0 if it owes none.
+    """Seconds for which each process (ranks, then the core) has owed a step.
 
-    The core owes a commit once all ranks have finished a step, and a plan while requests wait and no plan is out. Its time
-    counts from
-    the last progress of any process, or from when requests began to wait. A rank owes every step that any process has
-    launched, unless the core owes a commit: then the rank may be waiting for masks.
+    The core owes a commit once all ranks have finished a step, and a plan while requests wait
+    without one. A rank owes every launched step, unless the core owes a commit, since it may wait
+    for masks.
     """
     *ranks, core = statuses
     due = max(status.launched for status in statuses)
@@ -88,7 +76,7 @@ def stalls(statuses: Statuses, moment: Observation) -> list[float]:
 
 
 def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observation) -> float:
-    """Counts from the rank's own progress if it has begun a step that is due, else from the rank's or the core's."""
+    """From the rank's own progress if it has begun a due step, else also from the core's."""
     if rank.finished >= due:
         return 0.0
     due_since = 0 if rank.launched > rank.finished else core.progress_ns
@@ -96,7 +84,7 @@ def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observat
 
 
 def _diverged(statuses: Statuses) -> Death | None:
-    """Compares the last steps that all ranks have finished; reports the first that differs, ranks with the rarest state first."""
+    """Compare the last common step; names the ranks with the rarest state first."""
     ranks = statuses[:-1]
     for step in sorted(set.intersection(*(set(rank.hashes) for rank in ranks))):
         holders: dict[int, list[int]] = {}
@@ -118,7 +106,7 @@ def _unscheduled(statuses: Statuses, moment: Observation, bound_s: float) -> Dea
 
 
 def _stalled(statuses: Statuses, stalled_s: Sequence[float], bound_s: float) -> Death | None:
-    """Blames ranks before the core, and of them those with the fewest steps: the others may only wait for them."""
+    """Blame ranks before the core, and those with the fewest steps."""
     *ranks, core = statuses
     if (age := max(stalled_s[:-1])) > bound_s:
         progress = [(rank.finished, rank.launched) for rank in ranks]
@@ -135,23 +123,19 @@ def _names(indices: Sequence[int], statuses: Statuses) -> str:
 
 @dataclass
 class Watcher:
-    """Watches a group and calls `on_death(death)` exactly once, unless it is closed first.
-
-    waiting     monotonic ns since when requests have been open (EngineClient.waiting_since), or None
-    raylet      process id of the raylet of this replica. The group ends with it
-    """
+    """Calls `on_death(death)` exactly once, unless closed first."""
 
     group: Group
     on_death: Callable[[Death], None]
-    waiting: Callable[[], int | None]
-    raylet: int
+    waiting: Callable[[], int | None]  # monotonic ns since when requests have been open, or None
+    raylet: int  # process id of this replica's raylet, with which the group ends
 
     def __post_init__(self) -> None:
         self._watch = ExitStack()
         self._closed = False
 
     def start(self) -> None:
-        """Starts to watch, on the running event loop."""
+        """Start on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._looked_ns = self._since_ns = time.monotonic_ns()
         for child in self.group.children:
@@ -171,7 +155,8 @@ class Watcher:
         self._watch.callback(self._loop.remove_reader, fd)
 
     def _ended(self) -> None:
-        """A child has ended. Unless a signal ended it, it may only have lost a peer: wait for the others to report."""
+        """A child ended. Unless a signal killed it, it may only have lost a peer: wait for other
+        reports."""
         self._watch.close()
         if (death := self._death()).cause == "killed":
             self._die(death)
@@ -179,7 +164,7 @@ class Watcher:
             self._loop.call_later(SETTLE_S, self._settle)
 
     def _settle(self) -> None:
-        """Blames a hung rank if another gave up waiting for it at about the bound, else the child that ended."""
+        """Blame a hung rank if another gave up waiting for it, else the child that ended."""
         death = self._death()
         hung = None if death.cause == "killed" else self._verdict(_NEARLY)
         self._die(hung or death)
@@ -198,7 +183,7 @@ class Watcher:
             self._die(death)
 
     def _verdict(self, share: float) -> Death | None:
-        """The present verdict, with the bounds times `share`."""
+        """The verdict, with bounds times `share`."""
         config = self.group.config
         moment = Observation(time.monotonic_ns(), self._since_ns, self.waiting())
         return verdict(self.group.status(), moment, share * config.heartbeat_timeout_s, share * config.step_timeout_s)
@@ -211,6 +196,6 @@ class Watcher:
         self.on_death(death)
 
     def close(self) -> None:
-        """Stops watching; nothing is called after this. Idempotent. Call it before an orderly end."""
+        """Stop watching. Idempotent. Call it before an orderly end."""
         self._closed = True
         self._watch.close()

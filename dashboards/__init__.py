@@ -1,1 +1,1 @@
-"""What an operator sees: the table of metrics, and the exporter that serves it."""
+"""The table of metrics, and the exporter that serves it."""

@@ -1,9 +1,5 @@
-"""vLLM's names for our figures: what its dashboards, autoscalers and the Kubernetes inference gateway ask for.
-
-Read off the canonical samples at each scrape: nothing is counted twice, and an alias cannot disagree with its source. A row has its
-own in the table (`alias`); two are made of others. Every one carries vLLM's own labels, `model_name` and `engine`. Its histograms
-have our buckets, which contain all of vLLM's.
-"""
+"""vLLM's names for our metrics, derived from our samples at each scrape. Our buckets contain all of
+vLLM's."""
 
 from collections.abc import Iterable, Iterator
 
@@ -25,7 +21,7 @@ CACHE_CONFIG = "vllm:cache_config_info"  # {block_size, num_gpu_blocks}, of quar
 
 
 def aliases(families: Iterable[Family], model_name: str) -> Iterator[Family]:
-    """Yields vLLM's families for ours, which are given as collected. KeyError when a source is missing."""
+    """vLLM's families for ours. KeyError: a source is missing."""
     by_name = {family.name: family for family in families}
     labels = {"engine": "0", "model_name": model_name}
     for row in ENGINE:
@@ -52,7 +48,7 @@ def _success(source: Family, labels: dict[str, str]) -> Family:
 
 
 def _cache_config(pages: Family, page: Family, labels: dict[str, str]) -> Family:
-    """Makes a family without samples until the core has reported its pools."""
+    """Empty until the core has reported its pools."""
     family = Family(CACHE_CONFIG, "Always 1; the pool of the full layers.", "gauge")
     for sample in pages.samples:
         if sample.labels["group"] == "full":

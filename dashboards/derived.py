@@ -1,7 +1,4 @@
-"""What follows from the engine's events: verdicts against objectives, the phases of a completed request, the time of a step.
-
-Metrics have these as sources in addition to the events themselves.
-"""
+"""Events derived from the engine's: verdicts on objectives, phases of a request, step time."""
 
 from engine.events import EngineLoad, Event, EventRecord, FirstToken, RequestFinished
 
@@ -10,14 +7,14 @@ _OURS = ("error", "dead", "deadline")  # ends without a token that count against
 
 
 class Judged(EventRecord):
-    """A request kept to an objective (verdict good), or did not (bad)."""
+    """A request met an objective (verdict good), or did not (bad)."""
 
     slo: str
     verdict: str
 
 
 class Completed(EventRecord):
-    """A request was answered: its outcome is stop or length."""
+    """A request was answered: stop or length."""
 
     e2e_s: float
     decode_s: float
@@ -25,7 +22,7 @@ class Completed(EventRecord):
 
 
 class MeanStep(EventRecord):
-    """The steps between two reports of a core that had work all the while, on average."""
+    """The mean step between two reports of a core with constant work."""
 
     seconds: float
     tokens: float
@@ -42,7 +39,6 @@ class Derivation:
         self.last: EngineLoad | None = None
 
     def __call__(self, event: Event) -> list[Derived]:
-        """Return what follows from `event`."""
         if isinstance(event, FirstToken):
             return [self._judged("ttft", event.ttft_s)]
         if isinstance(event, RequestFinished):

@@ -1,13 +1,11 @@
-"""Who is to be scraped, and what those that are gone have left: the registry of replicas, and the endpoint that serves it.
+"""The registry of replicas, for Prometheus' discovery and the counts of replicas that are gone.
 
     replica --heartbeat(target, counts)--> ReplicaRegistry --targets()--> /targets   Prometheus http_sd
             `-deregister(cause, counts)->      `-collect()--------------> /metrics   groups up and down, restarts, retired counts
-                                           nodes -----------------------> /ray       http_sd of Ray's own exporters, one a node
+                                           nodes -----------------------> /ray       http_sd of Ray's own exporters
 
-A replica that is silent for UNLISTED_AFTER_S is no target any more; after VANISHED_AFTER_S it has vanished, and its last counts
-go into the retired ones, when Prometheus has long ceased to scrape it. A replica that was paused for longer is found again by its
-next heartbeat, and only what it counts from then on is added. What a replica had open when it went is lost with it: its final
-counts have as many more requests that ended `dead`, and those of a paused replica stay counted so.
+A paused replica returns with its next heartbeat, and only new counts are added. Open requests of a
+lost replica count as ended `dead`.
 """
 
 import json
@@ -37,7 +35,7 @@ HttpSdList = list[dict[str, Any]]  # as Prometheus reads it
 
 
 class ScrapeTarget(NamedTuple):
-    """A replica, and the host:port of its exporter. The first two say what it serves; all but the last label its series."""
+    """A replica, and host:port of its exporter; all but the last label its series."""
 
     application: str
     deployment: str
@@ -48,7 +46,6 @@ class ScrapeTarget(NamedTuple):
 
     @property
     def labels(self) -> dict[str, str]:
-        """What discovery puts on its series."""
         return dict(zip(TARGET_LABELS, self[:-1], strict=True))
 
 
@@ -61,7 +58,7 @@ class _Member:
     silent: bool = False
 
     def added(self) -> Counts:
-        """What it has counted beyond the retired counts."""
+        """Its counts beyond the retired ones."""
         return {key: max(0.0, value - self.retired.get(key, 0.0)) for key, value in self.counts.items()}
 
 
@@ -73,7 +70,7 @@ class _Departed(NamedTuple):
 
 
 class ReplicaRegistry(Collector):
-    """The registry. Every method may be called from any thread; `clock` in seconds, monotonic."""
+    """Thread-safe. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -86,18 +83,17 @@ class ReplicaRegistry(Collector):
     # -- replicas
 
     def heartbeat(self, target: ScrapeTarget, counts: Counts) -> None:
-        """Note that a replica lives, and its counts; the first heartbeat registers it. One that has deregistered is ignored."""
+        """Note a live replica and its counts; ignored after deregistration."""
         with self._lock:
             self._note(target, counts)
 
     def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
-        """Take a replica's last message; `cause`: one of CAUSES, or None for an orderly end. Idempotent: the first one counts."""
+        """Take a replica's last message; `cause`: one of CAUSES, None if orderly. Idempotent."""
         with self._lock:
             if self._note(target, counts):
                 self._retire(target.replica, cause)
 
     def _note(self, target: ScrapeTarget, counts: Counts) -> bool:
-        """Keep a replica's counts; False: it has deregistered."""
         before = self._members.get(target.replica) or self._gone.get(target.replica)
         if isinstance(before, _Departed) and not before.vanished:
             return False
@@ -114,7 +110,7 @@ class ReplicaRegistry(Collector):
         return True
 
     def tick(self) -> None:
-        """Look who has gone silent; to be called about twice a second."""
+        """Retire silent replicas; call it about twice a second."""
         with self._lock:
             now = self._clock()
             pause = now - self._ticked if now - self._ticked > _PAUSE_S else 0.0
@@ -139,20 +135,19 @@ class ReplicaRegistry(Collector):
             del self._gone[next(iter(self._gone))]
 
     def left_applications(self) -> set[str]:
-        """Return the applications that had replicas, once none has any; empty before."""
         with self._lock:
             return set() if self._members else {application for application, _ in self._retired}
 
     # -- Prometheus
 
     def targets(self) -> HttpSdList:
-        """Return the http_sd list: who is to be scraped now, ordered by replica."""
+        """The http_sd list, ordered by replica."""
         with self._lock:
             live = [member.target for _, member in sorted(self._members.items()) if not member.silent]
         return [{"targets": [target.address], "labels": target.labels} for target in live]
 
     def collect(self) -> Iterator[Family]:
-        """Yield a family for each row of DISCOVERY_METRICS."""
+        """A family for each row of DISCOVERY_METRICS."""
         series = {row.name: Series(row) for row in DISCOVERY_METRICS}
         with self._lock:
             group_up = series["quartet_group_up"].values
@@ -174,10 +169,10 @@ class ReplicaRegistry(Collector):
 
 
 class DiscoveryServer(PageServer):
-    """`/targets`, `/ray` and `/metrics` of a registry, on a thread of its own, which also ticks."""
+    """`/targets`, `/ray` and `/metrics` of a registry, in a thread, which also ticks."""
 
     def __init__(self, registry: ReplicaRegistry, host: str, port: int, nodes: Callable[[], HttpSdList] = list) -> None:
-        """Open the port (0: a free one). ConfigError when it is taken. `nodes`: what /ray lists; 503 where that raises one."""
+        """Port 0: a free one. ConfigError: taken. `nodes`: for /ray; its ConfigError is a 503."""
         self._registry = registry
         pages = {
             "/targets": Page("application/json", lambda: json.dumps(registry.targets()).encode()),
@@ -190,5 +185,5 @@ class DiscoveryServer(PageServer):
             raise ConfigError(f"metrics.discovery: cannot listen on {host}:{port}: {error.strerror}") from error
 
     def service_actions(self) -> None:
-        """Tick; serve_forever calls it at every turn."""
+        """serve_forever calls it at every turn."""
         self._registry.tick()

@@ -1,12 +1,7 @@
-"""Folds the engine's events into the table's metrics, and serves them on a port of their own.
+"""Applies the engine's events to the table's metrics, and serves them on a port of their own.
 
-    event --> Exporter(event)        a few microseconds, on the front's loop: each row that has the event as its source moves
-    scrape --> collect --> refresh   rows that are a level and not an event (ages, open requests, the core's figures) are read then
-                       `-> aliases   vLLM's names, off the same samples
-
-What a row reads is its `source` (dashboards/metrics.py): nothing here knows a metric by name. Not Ray's metrics: those rebuild
-histograms from bucket midpoints, lag an interval and keep the series of dead workers. One exporter a replica, so each gauge appears
-once a target.
+An event costs microseconds on the front's loop; gauges are read at each scrape. Ray's metrics are
+not used: they rebuild histograms from bucket midpoints, lag, and keep dead workers' series.
 """
 
 import logging
@@ -35,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Facts(NamedTuple):
-    """What the exporter is told of its group. Objectives and bounds in seconds."""
+    """Facts of the group. Objectives and bounds in seconds."""
 
     model_name: str
     build: str
@@ -51,10 +46,7 @@ class Facts(NamedTuple):
 
 
 class Exporter(Collector):
-    """A sink of events that Prometheus can scrape; `serve` opens the port, `close` gives it back.
-
-    read_gauges  called at each scrape, from the scrape's own thread; set once there is a group
-    """
+    """A sink of events that Prometheus can scrape. read_gauges: called from the scrape's thread."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -85,7 +77,7 @@ class Exporter(Collector):
             self._levels.append((origin, metric, labels, value))
 
     def __call__(self, event: Event) -> None:
-        """Fold one event in; called on the front's loop."""
+        """Called on the front's loop."""
         if isinstance(event, EngineFailed):
             self.facts = self.facts._replace(up=0)
         for happened in (event, *self._derive(event)):
@@ -109,7 +101,7 @@ class Exporter(Collector):
                 series.values[labels(item)] = value(item)
 
     def collect(self) -> Iterator[Family]:
-        """Yield every family: ours, then the aliases."""
+        """Our families, then the aliases."""
         with self._scraping:
             self._refresh()
             families = [metric.family() for metric in self._metrics]
@@ -117,14 +109,14 @@ class Exporter(Collector):
         yield from aliases(families, self.facts.model_name)
 
     def counts(self) -> Counts:
-        """Return every counter's value, but those of single ranks: what discovery keeps when the group has gone."""
+        """Every counter that outlives the group, for discovery."""
         with self._scraping:
             self._refresh()
             lasting = [metric for metric in self._metrics if isinstance(metric, Series) and metric.row.name in RETIRED]
             return {(series.row.name, labels): value for series in lasting for labels, value in series.values.copy().items()}
 
     def serve(self, host: str, port: int) -> str:
-        """Open the port (0: a free one) in a thread; returns the URL. ConfigError when it is taken."""
+        """Serve in a thread; port 0: a free one. Returns the URL. ConfigError: taken."""
         try:
             self._server = PageServer(host, port, {"/metrics": self.page}, "exporter")
         except OSError as error:
@@ -134,7 +126,7 @@ class Exporter(Collector):
         return self._server.url
 
     def close(self) -> None:
-        """Give the port back; idempotent."""
+        """Idempotent."""
         if self._server is not None:
             self._server.stop()
             self._server = None

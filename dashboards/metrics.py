@@ -1,20 +1,16 @@
-"""The one table of metrics: name, help with its clock points, where the figure comes from, labels, buckets, vLLM's name.
+"""The table of metrics: name, help, source, labels, buckets, vLLM's name.
 
-    ENGINE             one target a replica: its exporter registers what stands here and nothing else
-    DISCOVERY_METRICS  one target a cluster: what the discovery endpoint knows, and a dead replica cannot say any more
-    RETIRED            of DISCOVERY_METRICS: each counter of ENGINE once more, summed over the replicas that are gone
-    DEPLOYMENT_TOTALS  of DISCOVERY_METRICS: the same, over the running ones, too
+    ENGINE             one target a replica
+    DISCOVERY_METRICS  one target a cluster
+    RETIRED            of DISCOVERY_METRICS: counters of ENGINE, summed over replicas that are gone
+    DEPLOYMENT_TOTALS  of DISCOVERY_METRICS: the same, with running replicas
 
-Labels that say who is scraped (`TARGET_LABELS`) come from service discovery and stand on no row of ENGINE. Buckets resolve what
-Gemma 4 does, 2 to 40 ms a token, and contain every bound that vLLM has, so that its dashboards' `le=` selectors hit.
-Clock points are those of engine/events.py: submitted, scheduled, first, last, ended; all on the replica's monotonic clock.
+Buckets resolve 2 to 40 ms a token, and contain vLLM's, so its dashboards' `le=` selectors match.
+`source`:
 
-`source` is one of two:
-
-    FirstToken.ttft_s   a field of an event (engine/events.py, dashboards/derived.py): a histogram observes it unless it is None, a
-    RequestStarted      counter grows by it, without a field by one. Labels are fields of the event.
-    load.running        read at each scrape: of the core's `load`, each of its `pools`, `draft_positions` and `draft_switches`, each
-                        of the group's `processes`, its `encoder`, the front's `gauges`, the exporter's `facts`
+    FirstToken.ttft_s   a field of an event: a histogram observes it unless it is None, a counter grows by it
+    RequestStarted      a counter grows by one. Labels are fields of the event
+    load.running        read at each scrape: of `load`, its lists, `processes`, `encoder`, `gauges` or `facts`
 """
 
 from typing import NamedTuple, get_args
@@ -45,7 +41,7 @@ STEP_TOKENS_BUCKETS = (1, *(1 << power for power in range(3, 15)))
 
 
 class Metric(NamedTuple):
-    """One row. `name` is what a query says: counters end in `_total`, histograms are asked as `<name>_bucket`, `_sum`, `_count`."""
+    """One row. `name` is what queries use, without a histogram's `_bucket`."""
 
     name: str
     help: str
@@ -60,12 +56,11 @@ class Metric(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind, which its name and buckets tell: counter, gauge or histogram."""
         return "histogram" if self.buckets else "counter" if self.name.endswith("_total") else "gauge"
 
     @property
     def stem(self) -> str:
-        """The name without a counter's `_total`, as prometheus-client wants it."""
+        """The name without `_total`, for prometheus-client."""
         return self.name.removesuffix("_total")
 
 
@@ -295,7 +290,7 @@ ENGINE: tuple[Metric, ...] = (
     ),
     Metric(
         "quartet_verified_drafts_by_position_total",
-        "Drafts that were verified, by their position behind the sequence's last token, from 0.",
+        "Drafts that were verified, by their position after the sequence's last token, from 0.",
         "draft_positions.verified",
         "position",
     ),
@@ -306,7 +301,7 @@ ENGINE: tuple[Metric, ...] = (
         "position",
         alias="spec_decode_num_accepted_tokens_per_pos_total",
     ),
-    Metric("quartet_drafts", "Drafts behind each sequence that the last step was planned with.", "load.drafts"),
+    Metric("quartet_drafts", "Draft tokens for each sequence in the last planned step.", "load.drafts"),
     Metric(
         "quartet_draft_switches_total",
         "Changes of the number of drafts at a number of rows, by cause: better (another takes fewer seconds a token), off"
@@ -406,7 +401,7 @@ _DEPLOYMENT = "application deployment"
 
 
 def deployment_counters(prefix: str, summed: str) -> dict[str, Metric]:
-    """Makes a deployment's own counter for each of its replicas' that outlives them, by the name of that."""
+    """A deployment's counter for each replica counter that outlives it."""
     return {
         row.name: Metric(
             row.name.replace("quartet", prefix, 1), f"{row.name}, {summed}", label_names=f"{_DEPLOYMENT} {row.label_names}"

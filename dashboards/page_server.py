@@ -1,7 +1,7 @@
-"""An HTTP server of a few pages, on a thread of its own: what Prometheus reads.
+"""An HTTP server of a few pages in a thread, for Prometheus.
 
-Metrics are always the plain text format 0.0.4, whatever the Accept header asks for: every Prometheus reads it. In OpenMetrics 1.0
-the library would escape the colon of `vllm:` names, and Prometheus 2 would not find them.
+Always text format 0.0.4: in OpenMetrics 1.0 the library would escape the colon of `vllm:` names,
+which Prometheus 2 would not find.
 """
 
 import socket
@@ -21,24 +21,23 @@ TICK_S = 0.5
 
 
 class Page(NamedTuple):
-    """A page's content type, and what makes its body; a ConfigError of it is a 503."""
+    """A content type and a body; a ConfigError is a 503."""
 
     kind: str
     body: Callable[[], bytes]
 
 
 def metrics_page(collector: Collector) -> Page:
-    """Returns the page of a collector's metrics."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     return Page(CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(registry))
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves `pages`, by their paths, until `stop`. `url`: of the first page."""
+    """Serves `pages` by path until `stop`. `url`: of the first page."""
 
     def __init__(self, host: str, port: int, pages: Mapping[str, Page], name: str) -> None:
-        """Open the port (0: a free one). OSError: it cannot be opened."""
+        """Port 0: a free one. OSError."""
         self.pages = dict(pages)
         self.address_family = socket.getaddrinfo(host, port)[0][0]
         super().__init__((host, port), _Handler)
@@ -48,7 +47,6 @@ class PageServer(ThreadingHTTPServer):
         self._thread.start()
 
     def stop(self) -> None:
-        """Give the port back."""
         self.shutdown()
         self.server_close()
         self._thread.join()
@@ -59,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10.0
 
     def do_GET(self) -> None:
-        """Answer with the page of the path, or 404; 503 where the page cannot be made now: Prometheus then keeps its list."""
+        """404 without the page; 503 if it cannot be made now, so Prometheus keeps its list."""
         pages = self.server.pages
         page = pages.get(self.path.partition("?")[0])
         status = 404

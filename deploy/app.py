@@ -1,10 +1,7 @@
 """The Serve application: `import_path: deploy.app:build`.
 
-    build(args)     settings -> capacity check -> Application       (a Ray task of the controller, or our launcher)
-    Quartet         one replica: checkpoint -> Group.boot -> front -> routes
-
-A replica is crash-only. When the group ends, every open stream gets its one error event, the children are killed and reaped, the
-handlers get a moment to flush, and the process exits: Serve starts a new one faster than it would notice a failing health check.
+When its group ends, a replica sends every stream one error event, kills the children and exits:
+Serve replaces it faster than by a failing health check.
 """
 
 import asyncio
@@ -65,7 +62,7 @@ logger = logging.getLogger("ray.serve")
 
 
 def build(args: ServeConfig) -> Application:
-    """Makes the application for the YAML's `args`. ConfigError of one line: which key, or what the cluster lacks."""
+    """ConfigError of one line: the wrong key, or what the cluster lacks."""
     settings = Settings.read(args)
     environment.refuse_kernels_distribution()
     gpus = gpus_of(ray.nodes())
@@ -77,7 +74,7 @@ def build(args: ServeConfig) -> Application:
 
 
 def deployment_options(settings: Settings) -> ServeConfig:
-    """Returns Serve's options where the YAML's `deployments:` says nothing else."""
+    """Serve's default options, unless the YAML's `deployments:` differs."""
     logging_config = logs.serve_config(settings.logs)
     return {
         # The guard around Serve lets no more in than this, so that Serve never refuses anything itself, in words of its own.
@@ -95,7 +92,6 @@ def deployment_options(settings: Settings) -> ServeConfig:
 
 
 def read_text(folder: Path, template: Path | None) -> tuple[TextProcessor, GrammarCheck]:
-    """Loads a checkpoint's tokenizer, with its template or the one given, and starts the process that compiles grammars."""
     text = TextProcessor.load(folder, template)
     pool = SidePool("deploy.edge.grammar_process", str(folder.absolute()))
     pool.start()
@@ -105,8 +101,6 @@ def read_text(folder: Path, template: Path | None) -> tuple[TextProcessor, Gramm
 @serve.deployment(name=DEPLOYMENT)
 @serve.ingress()
 class Quartet:
-    """One replica."""
-
     async def __init__(self, args: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         started = time.monotonic()
         self._closing = False
@@ -214,16 +208,15 @@ class Quartet:
         return create_app(self._service)
 
     def check_health(self) -> None:
-        """Raises EngineDead once the group is gone, but for an orderly end; Serve asks every health_check_period_s."""
+        """EngineDead once the group is gone, except after an orderly end."""
         if not self._service.draining:
             self._client.health()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what Serve collects for the autoscaling policy."""
+        """Figures for the autoscaling policy."""
         return self._demand.figures()
 
     def _died(self, death: Death) -> None:
-        """Tell every stream that the group is gone, then end this process."""
         if self._closing:
             return
         self._closing = True
@@ -231,7 +224,7 @@ class Quartet:
         self._exit = asyncio.ensure_future(self._exit_replica(death))
 
     async def _exit_replica(self, death: Death) -> None:
-        """Kill the children (they may hold GPUs), flushing meanwhile; then exit, which is the fastest way to a new replica."""
+        """Kill the children, which may hold GPUs, while streams flush; then exit."""
         try:
             ending = asyncio.gather(asyncio.to_thread(self._group.kill), self._deregister(death.cause))
             with contextlib.suppress(TimeoutError):
@@ -249,7 +242,7 @@ class Quartet:
             await asyncio.to_thread(self._heartbeats.deregister, cause)
 
     async def __del__(self) -> None:
-        """End in order, when Serve asks: open answers are done, or their time is up."""
+        """End in order, when Serve asks: open answers are done, or time is up."""
         if self._closing or not hasattr(self, "_service"):
             return
         self._closing = True
@@ -264,7 +257,7 @@ class Quartet:
 
 
 def _warn_about_environment(settings: Settings) -> None:
-    """Logs, once a replica, what Ray was started without."""
+    """Log once what Ray was started without."""
     if names := environment.missing(os.environ, settings):
         logger.warning(
             "Ray was started without %s: errors, limits, keys, clients' addresses and recovery are not as documented. Before "

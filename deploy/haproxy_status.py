@@ -1,4 +1,4 @@
-"""What HAProxy says of itself on its admin socket (`show stat` of its management guide)."""
+"""HAProxy's state from its admin socket (`show stat`)."""
 
 import csv
 import socket
@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def routed(admin_socket: Path) -> int:
-    """Counts the applications whose requests HAProxy sends to a replica, not to its fallback, Serve's proxy; 0 while it starts."""
+    """Applications whose requests go to a replica, not to Serve's proxy; 0 while it starts."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(2.0)
             connection.connect(str(admin_socket))
             connection.sendall(b"show stat\n")
-            table = b"".join(iter(lambda: connection.recv(65536), b"")).decode()  # HAProxy closes the connection behind its answer
+            table = b"".join(iter(lambda: connection.recv(65536), b"")).decode()  # HAProxy closes the connection after its answer
     except OSError:
         return 0
     rows = csv.DictReader(table.removeprefix("# ").splitlines())

@@ -1,9 +1,8 @@
-"""Starts Ray and Serve on this machine, and ends them so that nothing is left: no process, port, socket or file.
+"""Starts Ray and Serve on this machine, and ends them without leaving a process, port, socket or
+file.
 
-    private folder (Ray's session, HAProxy's files) -> environment -> ray.init -> capacity -> the YAML -> ready -> drain -> end
-
-Whatever Ray starts becomes a descendant of this process (PR_SET_CHILD_SUBREAPER), so the end can look for what is left and kill it.
-ray is imported late: its processes read their environment when they start.
+Ray's processes become descendants (PR_SET_CHILD_SUBREAPER), so the end can find and kill them. ray
+is imported late, after its environment is set.
 """
 
 import contextlib
@@ -44,14 +43,14 @@ _ROOM = 256 << 20  # bytes
 
 
 def private_folder() -> Path:
-    """Makes a folder for Ray's session and HAProxy's files; ConfigError where there is no room for them."""
+    """A folder for Ray's session and HAProxy's files. ConfigError: no room."""
     if (free := shutil.disk_usage(_TMP).free) < _ROOM:
         raise ConfigError(f"{_TMP} has {free >> 20} MiB free: Ray's session needs {_ROOM >> 20} MiB there")
     return Path(tempfile.mkdtemp(prefix="q-", dir=_TMP))
 
 
 def check_log_folder(folder: str) -> None:
-    """Makes the folder as Serve does; ConfigError where no file can be made in it."""
+    """ConfigError: no file can be made in the folder."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -60,7 +59,7 @@ def check_log_folder(folder: str) -> None:
 
 
 def check_host(host: str) -> None:
-    """Raises ConfigError where HAProxy could not reach the replicas: they listen at the API's host, and it looks on loopback."""
+    """ConfigError if HAProxy, which looks on loopback, could not reach replicas at this host."""
     if host not in ("127.0.0.1", "localhost", *WILDCARDS) and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1") == "1":
         raise ConfigError(
             f"http_options.host: {host}: HAProxy finds no replica there: "
@@ -83,12 +82,10 @@ class Launch:
 
     @property
     def models(self) -> dict[str, Settings]:
-        """As `read_models`."""
         return read_models(self.config, "the config")
 
     @property
     def address(self) -> tuple[str, int]:
-        """As `http_address`."""
         return http_address(self.config)
 
     @property
@@ -98,9 +95,7 @@ class Launch:
         return f"http://{'127.0.0.1' if host in WILDCARDS else url_host(host)}:{port}"
 
     def check(self) -> EngineConfig:
-        """Check, before Ray is up, the ports, the folder of the logs, the keys, and that this machine, all that Ray can count, has
-        the GPUs and can run the attention that is asked for; returns the group's settings. ConfigError: it cannot
-        run like this."""
+        """Check ports, logs, keys, GPUs and attention before Ray is up. ConfigError."""
         _sweep()
         self._ports.keep_api(*self.address)
         check_host(self.address[0])
@@ -119,8 +114,7 @@ class Launch:
         return configs[0]
 
     def start(self) -> None:
-        """Do everything behind `check` until the first request can be answered. ConfigError: it cannot run like this; EngineDead:
-        it did not."""
+        """Everything after `check`, until requests can be answered. ConfigError; EngineDead."""
         (self.folder / _OWNER).write_text(str(os.getpid()))
         adopt_orphans()
         environment.prepare(os.environ, self.folder, self._ports.choose(os.getpid()))
@@ -140,7 +134,7 @@ class Launch:
         self.drains = True
 
     def _init_ray(self) -> None:
-        """Start Ray's servers. EngineDead: they did not come."""
+        """Start Ray's servers. EngineDead."""
         import ray
         from ray._private import utils
 
@@ -179,7 +173,6 @@ class Launch:
         self._mark("Serve")
 
     def _wait_running(self) -> None:
-        """Wait until every application runs. EngineDead with Serve's own words, in brief, when one cannot."""
         from ray import serve
 
         while True:
@@ -195,14 +188,14 @@ class Launch:
         self._mark("engine")
 
     def _wait_answering(self) -> None:
-        """Wait until the ingress routes to the replicas. EngineDead: it does not in time."""
+        """Wait until the ingress routes to the replicas. EngineDead after ROUTED_S."""
         url = f"{self.url}/-/healthz"  # /health/ready would start a replica where there are none
         if not _comes(lambda: _answers(url) and _all_routed(), ROUTED_S):
             raise EngineDead(f"{url} did not answer within {ROUTED_S:g} s, though the replica runs")
         self._mark("HTTP")
 
     def watch(self) -> NoReturn:
-        """Wait while Ray's servers live. EngineDead: one has ended, and nothing answers any more."""
+        """Wait while Ray's servers live. EngineDead."""
         while all(map(lives, self._servers)):
             sleep(1.0)
         raise EngineDead("a server of Ray has ended, and nothing is served any more")
@@ -211,15 +204,16 @@ class Launch:
         self.say(f"{phase} up after {monotonic() - self._started:.1f} s")
 
     def drain(self, bound_s: float) -> None:
-        """Stop accepting and wait for the open answers, at most `bound_s`; what is open then ends with an error event.
+        """Stop accepting and wait at most `bound_s` for open answers, which then end with an error
+        event.
 
-        A signal to the whole process group (a terminal's, systemd's) also ends Ray's servers: then there is nothing to drain.
+        A signal to the process group also ends Ray's servers, so there is nothing to drain.
         """
         if self.drains:
             self._while_ray_lives(lambda: self._drain(bound_s), bound_s + _SHUT_S)
 
     def _while_ray_lives(self, work: Callable[[], None], bound_s: float) -> bool:
-        """Run `work` on a thread of its own and give up on it when Ray's servers end, or at the bound; True when it is done."""
+        """Run `work` in a thread until it is done (True), Ray's servers end, or the bound passes."""
         if not all(map(lives, self._servers)):
             return False
         thread = threading.Thread(target=work, daemon=True)
@@ -238,16 +232,14 @@ class Launch:
                 self.cut()
 
     def cut(self) -> None:
-        """End the groups: their replicas then end every open stream properly, which Serve itself would not."""
+        """End the groups, so that replicas end open streams properly; Serve would not."""
         for pid in descendants(b"engine.core.loop"):
             os.kill(pid, signal.SIGKILL)
         sleep(_CUT_S)
 
     def end(self) -> bool:
-        """Take down Serve and Ray, kill what is left, remove the folder. Never raises for what is gone already.
-
-        False when Ray did not go in order: its exit hooks would wait for servers that are gone, so leave by `os._exit`.
-        """
+        """Take down Serve and Ray, kill the rest, remove the folder. False: Ray's exit hooks would
+        wait, so leave by `os._exit`."""
         orderly = not self._servers or self._while_ray_lives(_shut_ray, _SHUT_S)
         for pid in descendants():
             with contextlib.suppress(ProcessLookupError):
@@ -259,15 +251,15 @@ class Launch:
 
 
 def interrupt(_number: int, _frame: object) -> NoReturn:
-    """Handler: raises KeyboardInterrupt, which alone Ray's calls let through; again and again while it is handled, as Python drops
-    what is raised in finalizers and hooks of a fork."""
+    """Raise KeyboardInterrupt, the only one that Ray's calls let through, repeatedly, as Python
+    drops those raised in finalizers."""
     signal.setitimer(signal.ITIMER_REAL, _CUT_S)
     raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, object], None] | signal.Handlers) -> Iterator[None]:
-    """Gives SIGINT and SIGTERM to `handler`, and the alarms that it may set."""
+    """Give SIGINT, SIGTERM and SIGALRM to `handler`."""
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     try:
         yield
@@ -278,7 +270,7 @@ def handling(handler: Callable[[int, object], None] | signal.Handlers) -> Iterat
 
 
 def _sweep() -> None:
-    """Ends what launchers have left that were killed before they could: processes, which may hold ports, and folders."""
+    """Remove processes, which may hold ports, and folders of launchers that were killed."""
     for owner in Path(_TMP).glob(f"q-*/{_OWNER}"):
         with contextlib.suppress(OSError, ValueError):  # another user's, or just being removed; of a pipe a read may not end
             if owner.is_file() and not Path(f"/proc/{int(owner.read_text())}").exists():
@@ -299,7 +291,7 @@ def _shut_ray() -> None:
 
 
 def _shut_serve() -> None:
-    """Does what `serve.shutdown` does, whose call can only fail by the controller's end: Ray would print that it retries."""
+    """`serve.shutdown` without Ray's messages: it can only fail because the controller ends."""
     import ray
     from ray.serve.context import _get_global_client
 
@@ -309,7 +301,6 @@ def _shut_serve() -> None:
 
 
 def _comes(condition: Callable[[], bool], bound_s: float) -> bool:
-    """Waits until it holds, at most `bound_s`; True when it does."""
     deadline = monotonic() + bound_s
     while not (holds := condition()) and monotonic() < deadline:
         sleep(_POLL_S)
@@ -317,14 +308,13 @@ def _comes(condition: Callable[[], bool], bound_s: float) -> bool:
 
 
 def last_error(text: str) -> str:
-    """Returns the error of the last traceback in `text`, in one line."""
+    """The last traceback's error, in one line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [index for index, line in enumerate(lines) if "Error: " in line or "EngineDead: " in line]
     return " ".join(lines[errors[-1] if errors else -1 :])[:2000] or "no reason given"
 
 
 def _all_routed() -> bool:
-    """Asks whether HAProxy, where there is one, sends requests to every application's replicas itself, not to Serve's own proxy."""
     from ray import serve
 
     if (admins := environment.haproxy_sockets(os.environ)) is None:

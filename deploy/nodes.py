@@ -1,4 +1,4 @@
-"""Whether a cluster can hold a group at all: a group lives on one node, so its largest node decides."""
+"""Whether a cluster can hold a group, which lives on one node."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,12 +9,12 @@ from engine.errors import ConfigError
 
 
 def gpus_of(nodes: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Counts the GPUs of each node that lives. `nodes`: as ray.nodes() gives them."""
+    """GPUs of each living node, from ray.nodes()."""
     return [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
 
 
 def check_nodes(settings: Settings, gpus: Sequence[int]) -> None:
-    """Raises ConfigError of one line: what is missing, and what to do instead. `gpus`: of each node."""
+    """ConfigError of one line. `gpus`: of each node."""
     largest = max(gpus, default=0)
     if largest < (tp := settings.tp) and settings.needs_gpus and not settings.wait_for_nodes:
         raise ConfigError(
@@ -25,21 +25,20 @@ def check_nodes(settings: Settings, gpus: Sequence[int]) -> None:
 
 
 def check_host_of_nodes(host: str, nodes: int) -> None:
-    """Raises ConfigError where replicas of several nodes would listen on loopback: HAProxy of another node could not reach them."""
     if url_host(host) in LOOPBACK_NAMES:
         raise ConfigError(
             f"http_options.host: {host}: this cluster has {nodes} nodes, and a replica on loopback is reached from its own alone: "
-            "set 0.0.0.0, and keys, as whoever reaches the port may use it (docs/deployment.md)"
+            "set 0.0.0.0, and keys, as anybody who reaches the port may use it (docs/deployment.md)"
         )
 
 
 def replica_resources(settings: Settings) -> dict[str, float]:
-    """Returns what a replica takes where the YAML's `deployments:` says nothing else."""
+    """A replica's default resources."""
     return {"num_gpus": settings.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
 
 
 def check_replicas(config: ServeConfig, settings: Settings, resources: Mapping[str, float]) -> None:
-    """Raises ConfigError where the replicas that must start need more than all `resources`, by Ray's names: Ray would only wait."""
+    """ConfigError if the initial replicas need more than `resources`: Ray would only wait."""
     for _, options in deployments(config):
         own = replica_resources(settings) if options.get("name", DEPLOYMENT) == DEPLOYMENT else {}
         scaling, actor = options.get("autoscaling_config"), options.get("ray_actor_options", own)

@@ -1,4 +1,4 @@
-"""What a deployment's settings come to on the node where its group will run: folder, device, and the engine's own settings."""
+"""A deployment's settings on the node of its group: folder, device, engine settings."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +17,11 @@ T = TypeVar("T")
 
 
 def place(settings: Settings) -> EngineConfig:
-    """Makes the engine's own settings on the node where the group will run: it resolves the model reference and the device.
-    ConfigError names what is wrong."""
     return configure(settings, resolve(settings.model, settings.revision), resolve, has_gpus=bool(probe().gpus))
 
 
 def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path], *, has_gpus: bool) -> EngineConfig:
-    """Makes the engine's own settings for the model in `folder`, on a node with GPUs or without. `drafter_of`: from the assistant's
-    name to its folder."""
+    """`drafter_of`: from the assistant's name to its folder."""
     for name in settings.names:
         if name in settings.adapters:
             raise ConfigError(f"adapters.{name}: clients call the model itself so")
@@ -41,7 +38,7 @@ def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path
 
 
 def drafter_folder(mtp: Mtp, find: Callable[[str], T | None]) -> T | None:
-    """Returns what `find` gives for the assistant's name; None where nothing drafts. ConfigError names the key."""
+    """What `find` returns for the assistant's name; None without drafts. ConfigError names the key."""
     try:
         return find(mtp.model) if mtp.model and mtp.drafts else None
     except ConfigError as error:

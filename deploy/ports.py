@@ -1,9 +1,8 @@
-"""The ports of one launcher: no other launcher of this machine listens there too.
+"""The ports of one launcher, kept from other launchers of this machine.
 
-HAProxy has its ports alone, and binds them seconds after they are chosen: they lie in a block of the launcher's own, as replicas'.
-Serve's own proxy, where HAProxy sends what no replica can take yet, listens with SO_REUSEPORT: of two on one port the kernel would
-have each answer for the other's stack. So its ports are kept: a bound socket that does not listen gets no connection, lets in
-whoever shares, and keeps everybody else from binding, other launchers among them.
+HAProxy binds its ports, a block of the launcher's own, seconds after they are chosen. Serve's proxy
+uses SO_REUSEPORT, by which two stacks on one port would answer for each other, so its ports are
+kept by bound sockets that do not listen.
 """
 
 import socket
@@ -19,19 +18,20 @@ _FIRST, _BLOCKS = 20_000, 100  # between Ray's workers' ports (to 19999) and the
 
 
 class Ports:
-    """Keeps ports until it is closed, or the process ends."""
+    """Keeps ports until closed, or the process ends."""
 
     def __init__(self) -> None:
         self._kept = ExitStack()
 
     def choose(self, seed: int) -> dict[str, int]:
-        """Choose and keep a port for each variable; returns them by variable."""
+        """Choose and keep a port for each variable."""
         metrics, stats, first, *_, last = self._block(seed)
         block = dict(zip((*HAPROXY_PORTS, *REPLICA_RANGE), (metrics, stats, first, last), strict=True))
         return block | {name: self._keep(0) for name in PROXY_PORTS}
 
     def _block(self, seed: int) -> range:
-        """Find a block for HAProxy and the replicas. HAProxy knows a port for a moment longer than its replica lives."""
+        """Find a block for HAProxy and the replicas. HAProxy knows a port slightly longer than its
+        replica lives."""
         for turn in range(_BLOCKS):
             first = _FIRST + BLOCK * ((seed + turn) % _BLOCKS)
             block = range(first + 1, first + BLOCK)
@@ -43,15 +43,15 @@ class Ports:
         raise ConfigError(f"no block of {BLOCK} ports from {_FIRST} on is free")
 
     def _keep(self, port: int) -> int:
-        """Keep `port`, or any free one for 0. OSError: somebody has it."""
+        """Keep `port`, or a free one for 0. OSError: taken."""
         kept = self._kept.enter_context(socket.socket())
         kept.bind(("", port))
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: launchers do not share
         return int(kept.getsockname()[1])
 
     def keep_api(self, host: str, port: int) -> None:
-        """Keep where clients will connect, which HAProxy binds only seconds later, from other launchers. ConfigError: somebody else
-        listens there or is about to, or it is no address."""
+        """Keep the API's port, which HAProxy binds seconds later. ConfigError: taken, or no
+        address."""
         check_port(host, port)
         try:  # HAProxy does not share: what is kept is a name, which goes with this process
             self._kept.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0quartet-{port}")
@@ -65,8 +65,7 @@ class Ports:
 
 
 def check_port(host: str, port: int, advice: str = "--port chooses another", least: int = 1) -> None:
-    """Raises ConfigError when clients could not connect here: somebody else listens, or it is no address. least 0: any port will
-    do."""
+    """ConfigError: someone listens here, or it is no address. least 0: any port will do."""
     if not host or port < least:
         raise ConfigError(f"cannot listen on {host}:{port}: it is no address that clients could use ({advice})")
     try:

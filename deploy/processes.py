@@ -1,4 +1,4 @@
-"""The processes below this one, by /proc: who descends from it, what runs in each, and their end."""
+"""The descendants of this process, by /proc."""
 
 import contextlib
 import ctypes
@@ -11,14 +11,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Makes orphans below this process its children from now on, and waits for each when it ends."""
+    """Adopt orphaned descendants, and reap them."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     threading.Thread(target=_reap_orphans, name="reaper", daemon=True).start()
 
 
 def _reap_orphans() -> None:
-    """Waits for every child that has ended a while ago: whoever started it here has waited for it by then."""
+    """Reap children that ended a while ago; their starters here have waited by then."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
@@ -31,7 +31,7 @@ def _reap_orphans() -> None:
 
 
 def descendants(words: bytes = b"") -> list[int]:
-    """Lists the process ids below this process, of those whose arguments hold `words`."""
+    """Descendants whose arguments contain `words`."""
     own = os.getpid()
     parents = {pid: int(fields[1]) for pid in _pids() if (fields := _stat(pid))}
     below = {own}
@@ -41,7 +41,7 @@ def descendants(words: bytes = b"") -> list[int]:
 
 
 def started_with(words: bytes) -> list[int]:
-    """Lists the process ids of this user's processes whose environment, as they were started, holds `words`."""
+    """This user's processes whose initial environment contains `words`."""
     return [pid for pid in _pids() if words in _read(pid, "environ")]
 
 
@@ -50,22 +50,21 @@ def _pids() -> list[int]:
 
 
 def is_ray_server(pid: int) -> bool:
-    """Recognizes GCS and raylet by the program that runs."""
+    """GCS or raylet, by program name."""
     return Path(_read(pid, "cmdline").split(b"\0")[0].decode(errors="replace")).name in ("gcs_server", "raylet")
 
 
 def lives(pid: int) -> bool:
-    """Tells whether it is neither gone nor a zombie."""
+    """Neither gone nor a zombie."""
     return _stat(pid)[:1] not in ([], ["Z"])
 
 
 def _stat(pid: int) -> list[str]:
-    """Reads state, parent and so on: the fields of /proc/PID/stat behind the name; empty when the process has ended."""
+    """State, parent and so on: /proc/PID/stat after the name; empty after the end."""
     return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
 
 
 def _read(pid: int, file: str) -> bytes:
-    """Reads a file of the process, as `cmdline`, its arguments, each ended by a zero byte; empty when it has ended."""
     try:
         return Path(f"/proc/{pid}/{file}").read_bytes()
     except OSError:
@@ -73,7 +72,6 @@ def _read(pid: int, file: str) -> bytes:
 
 
 def reap() -> None:
-    """Waits for every child."""
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)

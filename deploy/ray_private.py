@@ -1,4 +1,4 @@
-"""What Quartet calls of Ray Serve's private API, for the one minor version that it was tried with."""
+"""Ray Serve's private API, as used by Quartet, for the tested minor version."""
 
 from typing import Any
 
@@ -12,18 +12,18 @@ UNANSWERED = (RayError, RayServeException)
 
 
 def serve_details() -> dict[str, Any]:
-    """Returns what Serve's controller says of its applications. UNANSWERED: there is none, or it does not answer now."""
+    """The controller's view of applications. UNANSWERED: none, or no answer."""
     details: dict[str, Any] = _client().get_serve_details()
     return details
 
 
 def http_host() -> str:
-    """Returns the address at which HAProxy and the replicas listen. UNANSWERED as `serve_details`."""
+    """The address of HAProxy and the replicas. UNANSWERED."""
     return str(_client().http_config.host)
 
 
 def application_names() -> frozenset[str] | None:
-    """Returns the names of Serve's applications; none once its controller has ended; None while it does not answer."""
+    """Application names; empty once the controller has ended; None while it does not answer."""
     try:
         return frozenset(serve_details()["applications"])
     except (ActorDiedError, RayServeException):

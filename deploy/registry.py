@@ -1,7 +1,6 @@
-"""The Ray side of dashboards/discovery: one detached actor on the head node, and the thread by which a replica calls it.
+"""The Ray side of dashboards/discovery: one detached actor, and a replica's thread that calls it.
 
-The actor outlives every replica, so that the dead stay counted. It needs nothing but the heartbeats: where it is started anew, they
-register everybody again within a second, and its counters begin at zero, as a restarted process's do.
+The actor outlives replicas, so the dead stay counted. After a restart its counters start at zero.
 """
 
 import logging
@@ -33,10 +32,7 @@ logger = logging.getLogger("ray.serve")
 
 
 class Discovery(ReplicaRegistry):
-    """The actor: the replica registry, and its HTTP endpoint.
-
-    `end` is called once no replica is left and Serve has none of their applications.
-    """
+    """The actor. `end` is called once no replica and no application is left."""
 
     def __init__(self, host: str, port: int, end: Callable[[], None] | None = None) -> None:
         super().__init__()
@@ -65,7 +61,7 @@ class Discovery(ReplicaRegistry):
         return present is not None and not applications & present
 
     def url(self) -> str:
-        """Return the address of the http_sd list."""
+        """The address of the http_sd list."""
         return self._server.url
 
     def open(self, replica: str, number: int, holder: str, quota: Quota) -> Refusal | None:
@@ -86,19 +82,19 @@ class Discovery(ReplicaRegistry):
 
 
 def end_this_actor() -> None:
-    """Ends the actor that calls it for good: Ray would start one anew that only exits."""
+    """End the calling actor for good: Ray would restart it."""
     ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 @dataclass
 class RayRegistryClient:
-    """The actor of this cluster, which is started where there is none."""
+    """This cluster's actor, started if missing."""
 
     settings: DiscoverySettings
     actor: Any = None
 
     def call(self, method: str, timeout_s: float, *args: object) -> Any:
-        """Return what that method of Discovery does. RayError, within the timeout."""
+        """Call a method of Discovery. RayError, within the timeout."""
         try:
             if self.actor is None:
                 options = {"name": NAME, "namespace": "quartet", "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
@@ -112,10 +108,8 @@ class RayRegistryClient:
 
 @dataclass
 class HeartbeatSender:
-    """Tells `registry` once a second, from a thread of its own, that the replica lives and what it has counted.
-
-    Registry failures never affect serving: what fails is logged once, and tried again. `on_url` hears where the list is.
-    """
+    """Reports once a second that the replica lives, with its counts. `on_url` gets the list's
+    address."""
 
     registry: RayRegistryClient
     target: ScrapeTarget
@@ -131,7 +125,7 @@ class HeartbeatSender:
         while True:
             try:
                 if not known:
-                    self.on_url(self.registry.call("url", 20.0))  # starts the actor, where there is none: that may take a while
+                    self.on_url(self.registry.call("url", 20.0))  # starts a missing actor, which may take a while
                     known = True
                 self.registry.call("heartbeat", 2.0, self.target, self.counts())
                 complained = False
@@ -162,8 +156,7 @@ class HeartbeatSender:
 
 
 def ray_exporters() -> HttpSdList:
-    """Makes the http_sd list of Ray's own exporters: each living node's that has one, by address, with or without Ray's dashboard.
-    ConfigError: no reply."""
+    """The http_sd list of Ray's exporters on living nodes. ConfigError: no reply."""
     try:
         nodes = ray.nodes()
     except RayError as error:
@@ -173,7 +166,7 @@ def ray_exporters() -> HttpSdList:
 
 
 def target_here(model: str, metrics_url: str) -> ScrapeTarget:
-    """Describes this replica, as Serve and Ray call it, with the exporter at `metrics_url`."""
+    """This replica, with the exporter at `metrics_url`."""
     from ray import serve  # whose import takes a second, which the actor can do without
 
     context = serve.get_replica_context()
@@ -183,6 +176,6 @@ def target_here(model: str, metrics_url: str) -> ScrapeTarget:
 
 
 def address_of(metrics_url: str, node: str) -> str:
-    """Returns host:port as Prometheus reaches it: an exporter on all interfaces is called by its node's address."""
+    """host:port for Prometheus; an exporter on all interfaces gets its node's address."""
     url = urlsplit(metrics_url)
     return f"{url_host(node)}:{url.port}" if url.hostname in WILDCARDS else url.netloc

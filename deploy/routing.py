@@ -1,4 +1,4 @@
-"""What HAProxy is told of where requests go."""
+"""HAProxy's routing settings."""
 
 from collections.abc import Iterable, Mapping
 from typing import Annotated
@@ -28,7 +28,7 @@ class ConversationSettings(FrozenStruct):
 
 
 class ServedName(FrozenStruct):
-    """A name that a model has. `prefix`: of its application's route; `max_len`: the context."""
+    """A model's name. `prefix`: its application's route; `max_len`: the context."""
 
     name: str
     prefix: str
@@ -48,7 +48,7 @@ class Routing(FrozenStruct):
 
 
 def routing_of(settings: ConversationSettings, slots: int, body_timeout_s: float, names: Iterable[ServedName]) -> str:
-    """Returns the Routing as JSON. `slots`: sequences that a replica runs at once."""
+    """Routing as JSON. `slots`: sequences that a replica runs at once."""
     routing = Routing(
         stay=settings.stay,
         idle_ms=int(settings.idle_s * 1000),
@@ -62,6 +62,5 @@ def routing_of(settings: ConversationSettings, slots: int, body_timeout_s: float
 
 
 def served_names(environ: Mapping[str, str]) -> tuple[ServedName, ...]:
-    """Lists the names of all models of this cluster; none where Ray was started without them."""
     told = environ.get(ROUTING_VARIABLE)
     return msgspec.json.decode(told, type=Routing).names if told else ()

@@ -1,10 +1,8 @@
-"""How many replicas there should be: each replica tells what it has on its hands, and a policy in Serve's controller adds it up.
+"""Autoscaling: each replica reports its load (Demand), and a policy in Serve's controller (Scaling)
+adds it up.
 
-    Demand    a sink of the replica's events; `figures` is what Serve collects of it every few seconds
-    Scaling   the policy: `policy_function: deploy.scaling:Scaling` in the YAML, its targets in `policy_kwargs`
-
-Serve averages the figures over `look_back_period_s` and holds what the policy wants to its bounds (min_replicas, max_replicas) and
-delays (upscale_delay_s, downscale_delay_s, downscale_to_zero_delay_s). At zero replicas Serve itself wants one for whoever waits.
+Serve averages over `look_back_period_s`, applies its bounds and delays, and itself starts one from
+zero.
 """
 
 import logging
@@ -33,21 +31,16 @@ logger = logging.getLogger("ray.serve")
 
 @dataclass
 class Demand:
-    """What one replica has on its hands. Called on the front's loop, as its `figures` are.
+    """One replica's load. Called on the front's loop."""
 
-    slots        sequences it can run at once
-    objective_s  what a first token may take
-    """
-
-    slots: int
-    objective_s: float
+    slots: int  # sequences it can run at once
+    objective_s: float  # for a first token
     _open: int = 0
     _tokenless: dict[int, float] = field(default_factory=dict)  # in the order of their coming
     _ttfts: deque[tuple[float, float]] = field(default_factory=deque)
     _load: Load | None = None
 
     def __call__(self, event: Event) -> None:
-        """Fold one event in."""
         match event:
             case RequestStarted():
                 self._open += 1
@@ -63,10 +56,8 @@ class Demand:
                 self._load = event.load
 
     def figures(self) -> dict[str, float]:
-        """Return a figure by the name of each of Scaling's targets, a share or a sum that adds up over replicas; and `late`.
-
-        late: the worst of the recent TTFTs (the slowest tenth left out) and of the waits that still last, over the objective.
-        """
+        """A figure for each target; and `late`: the worst recent TTFT (without the slowest tenth)
+        or present wait, over the objective."""
         now = monotonic()
         longest_wait = now - next(iter(self._tokenless.values()), now)
         return {
@@ -88,22 +79,18 @@ class Demand:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Wants the least number of replicas that keeps every figure within its target; ValueError for a target out of its range.
+    """Wants the fewest replicas that keep every figure within its target; ValueError for a bad
+    target.
 
-    slots                running and waiting sequences, as a share of the slots of one replica
-    kv                   pages in use of the fullest KV pool, as a share
-    waiting_tokens       tokens that may wait for their prefill at one replica
-    downscale_threshold  replicas go only if the rest then stay below this share of each target: between both nothing moves
-
-    While first tokens come later than the objective, and something does wait, replicas are added in proportion: twice as many at
-    most, and only once what the last change brought can be seen. While no replica tells figures, nothing moves. A figure that is
-    no finite number counts as not told. Ages are of the monotonic clock: that of the context may jump.
+    While first tokens are late and something waits, replicas are added, at most doubled, once the
+    last change took effect. Missing or infinite figures change nothing. Ages use the monotonic
+    clock.
     """
 
-    slots: float = 0.8
-    kv: float = 0.8
-    waiting_tokens: float = 8192.0
-    downscale_threshold: float = 0.8
+    slots: float = 0.8  # running and waiting sequences, as a share of a replica's slots
+    kv: float = 0.8  # pages in use of the fullest KV pool, as a share
+    waiting_tokens: float = 8192.0  # that may wait for prefill at one replica
+    downscale_threshold: float = 0.8  # replicas go only if the rest stay below this share of each target
 
     def __post_init__(self) -> None:
         for target in fields(self):
@@ -113,7 +100,7 @@ class Scaling:
                 raise ValueError(f"policy_kwargs.{target.name}: {value!r} is not a number in (0, {ceiling:g}]")
 
     def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
-        """Decide on (replicas, state), as Serve asks every tick."""
+        """(replicas, state), as Serve asks every tick."""
         told = {name: _finite(values) for name, values in (context.aggregated_metrics or {}).items()}
         target = context.target_num_replicas
         sums = {name: sum(told.get(name, ())) for name in SUMMED_FIGURES}
@@ -135,24 +122,22 @@ class Scaling:
         return replicas, {"wanted": replicas, "settled": settled}
 
     def _needed(self, sums: Mapping[str, float], share: float) -> Iterator[tuple[int, str]]:
-        """Yield (replicas at which a figure just stays within `share` of its target, its name)."""
+        """(replicas that keep a figure within `share` of its target, its name)."""
         for name, total in sums.items():
             yield math.ceil(total / (share * getattr(self, name)) - _ROUNDING), name
 
     def _settled(self, context: "AutoscalingContext", now: float) -> float | None:
-        """Return since when all wanted replicas run; None while some are starting or ending."""
+        """Since when all wanted replicas run; None while some start or end."""
         if context.current_num_replicas != context.target_num_replicas:
             return None
         since: float | None = context.policy_state.get("settled")
         return now if since is None else min(since, now)  # another machine's clock may be ahead of this one's
 
     def _log_change(self, context: "AutoscalingContext", replicas: int, why: str, figures: Mapping[str, float]) -> None:
-        """Log one line at each change of the decision."""
         if replicas != context.policy_state.get("wanted", context.target_num_replicas):
             shown = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
             logger.info("scaling: %d replicas wanted, by %s (%s)", replicas, why, shown)
 
 
 def _finite(values: Mapping[str, float]) -> list[float]:
-    """Returns the figures that are finite numbers and not negative."""
     return [value for value in values.values() if 0 <= value < math.inf]

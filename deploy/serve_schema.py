@@ -1,4 +1,4 @@
-"""A config held against Ray Serve's own schema, strictly: Serve drops a key that it does not know without a word."""
+"""Checks a config strictly against Ray Serve's schema, which drops unknown keys silently."""
 
 from pydantic import ValidationError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 
 
 def check_schema(config: ServeConfig, source: str) -> None:
-    """Raises ConfigError that names the keys that Serve itself would refuse or ignore, or its controller stumble over."""
+    """ConfigError names keys that Serve refuses or ignores, or that break its controller."""
     prefix = ""
     try:
         http = ServeDeploySchema.model_validate(config, extra="forbid").http_options

@@ -1,7 +1,5 @@
-"""The typed arguments of an application: what stands under `args:` in the YAML, each key with its bounds.
-
-An unknown key or a bad value is a ConfigError of one line that names it.
-"""
+"""The typed arguments of an application, `args:` in the YAML. ConfigError of one line names a bad
+key."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -112,49 +110,46 @@ class Settings(EngineSettings, kw_only=True):
 
     @property
     def engine(self) -> dict[str, Any]:
-        """The values of EngineSettings' fields by name."""
         return {name: getattr(self, name) for name in EngineSettings.__struct_fields__}
 
     @property
     def name(self) -> str:
-        """What answers call the model."""
+        """The model's name in answers."""
         return self.names[0]
 
     @property
     def served(self) -> tuple[str, ...]:
-        """What a request's `model` may be: names of the model and of its adapters."""
+        """Allowed values of a request's `model`."""
         return (*self.names, *self.adapters)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What clients may call the model."""
         if isinstance(self.served_model_name, str):
             return (self.served_model_name,)
         return self.served_model_name or (self.model.rstrip("/").rpartition("/")[2],)
 
     @property
     def template(self) -> Path | None:
-        """The chat template that is used instead of the checkpoint's."""
         return Path(self.chat_template) if self.chat_template else None
 
     @property
     def capacity(self) -> int:
-        """Choices that a replica takes on at once, running or waiting."""
+        """Choices of a replica, running or waiting."""
         return self.max_seqs + (max(256, 4 * self.max_seqs) if self.max_queue is None else self.max_queue)
 
     @property
     def queue_tokens(self) -> int:
-        """Tokens of prompts that may wait at once."""
+        """Prompt tokens that may wait."""
         return 32 * self.max_len if self.max_queue_tokens is None else self.max_queue_tokens
 
     @property
     def needs_gpus(self) -> bool:
-        """Whether Ray must find GPUs: `auto` means them unless the model is a nano one."""
+        """`auto` means GPUs, except for a nano model."""
         return self.device == "cuda" or (self.device == "auto" and not self.model.startswith("nano:"))
 
     @classmethod
     def read(cls, args: Mapping[str, Any]) -> Self:
-        """Read settings from the YAML's `args`; ConfigError names every key that is wrong."""
+        """ConfigError names every wrong key."""
         wrong: list[str] = []
         settings = _read(cls, args, "", wrong)
         if settings is None:
@@ -166,7 +161,7 @@ Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 
 def _read(kind: type[Struct], given: Any, path: str, wrong: list[str]) -> Struct | None:
-    """Reads the settings in a mapping; None where a key is wrong, and `wrong` then has a line for it."""
+    """The settings in a mapping; None, with lines in `wrong`, if a key is wrong."""
     if not isinstance(given, Mapping):
         wrong.append(f"{path}: expected a mapping, not {given!r:.80}")
         return None
@@ -207,17 +202,16 @@ def _value(kind: Any, given: Any, key: str, wrong: list[str]) -> Any:
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
-    """Returns the words that a setting may be; none if it may be anything else."""
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
     return tuple(choice for inner in get_args(kind) for choice in _choices(inner))
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's, which keeps the last of two values of one key without a word."""
+    """PyYAML's loader would silently keep the last of duplicate keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """What a mapping holds. YAMLError: a key stands twice in it."""
+        """YAMLError: a duplicate key."""
         names = [key.value for key, _ in node.value]
         if twice := [name for name in names if names.count(name) > 1]:
             raise yaml.YAMLError(f"the key {twice[0]} stands twice in what begins{node.start_mark}")
@@ -225,11 +219,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_config(path: Path) -> ServeConfig:
-    """Reads the Serve config in `path`: the mapping that `serve run` takes. ConfigError when it is none, OSError when it cannot
-    be read."""
+    """The mapping that `serve run` takes. ConfigError: no mapping; OSError."""
     try:
         value = _Loader(path.read_text(encoding="utf-8")).get_single_data()
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: a day that is none, bytes that are not UTF-8
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: an impossible day, or bytes that are not UTF-8
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(value, dict) or not isinstance(value.get("applications"), list):
         raise ConfigError(f"{path}: a Serve config has a list of applications")
@@ -237,7 +230,7 @@ def read_config(path: Path) -> ServeConfig:
 
 
 def applications(config: ServeConfig, source: str) -> list[ServeConfig]:
-    """Finds our applications, one a model, that at `/` first. ConfigError names the file and the key."""
+    """Our applications, one a model, that at `/` first. ConfigError."""
     ours = [app for app in config["applications"] if isinstance(app, dict) and app.get("import_path") == IMPORT_PATH]
     ours.sort(key=lambda app: app.get("route_prefix", "/") != "/")
     prefixes = [str(app.get("route_prefix", "/")) for app in ours]
@@ -255,7 +248,7 @@ def applications(config: ServeConfig, source: str) -> list[ServeConfig]:
 
 
 def http_address(config: ServeConfig) -> tuple[str, int]:
-    """Returns host and port where clients find it. ConfigError: the port is no number."""
+    """Host and port for clients. ConfigError."""
     options = config.get("http_options") or {}
     try:
         return str(options.get("host", "127.0.0.1")), int(options.get("port", 8000))
@@ -264,19 +257,18 @@ def http_address(config: ServeConfig) -> tuple[str, int]:
 
 
 def deployments(config: ServeConfig) -> Iterator[tuple[str, ServeConfig]]:
-    """Yields the options of each deployment of a Serve config, behind the path of keys that they stand at."""
     for number, app in enumerate(config["applications"]):
         for index, options in enumerate(app.get("deployments") or ()):
             yield f"applications.{number}.deployments.{index}", options
 
 
 def read_settings(config: ServeConfig, source: str) -> Settings:
-    """Reads the settings of our application at `/`; ConfigError names the file and the key."""
+    """The settings of our application at `/`. ConfigError."""
     return read_models(config, source)["/"]
 
 
 def read_models(config: ServeConfig, source: str) -> dict[str, Settings]:
-    """Reads the settings of each model by its route prefix, `/` first; ConfigError names the file and the key."""
+    """The settings of each model by route prefix, `/` first. ConfigError."""
     models: dict[str, Settings] = {}
     owners: dict[str, str] = {}
     for app in applications(config, source):

@@ -1,6 +1,6 @@
-"""LoRA adapters by name: their settings, and what adapter_config.json of a PEFT folder says. No torch.
+"""LoRA adapters by name: settings, and adapter_config.json of a PEFT folder. No torch.
 
-    y = W x + scale * B A x        scale = alpha / r, or alpha / sqrt(r) with rsLoRA
+y = W x + scale * B A x        scale = alpha / r, or alpha / sqrt(r) with rsLoRA
 """
 
 import math
@@ -57,7 +57,7 @@ class _PeftConfig(FrozenStruct):
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What a PEFT folder says of its adapter, by module names without `base_model.model.`."""
+    """An adapter's config, by module names without `base_model.model.`."""
 
     name: str
     folder: Path
@@ -65,15 +65,14 @@ class AdapterConfig:
 
     @property
     def file(self) -> Path:
-        """The adapter's tensors."""
         return self.folder / "adapter_model.safetensors"
 
     def rank(self, module: str) -> int:
-        """The inner width of B A at a module."""
+        """Inner width of B A at a module."""
         return int(_of_module(self.peft.rank_pattern, module, self.peft.r))
 
     def scale(self, module: str) -> float:
-        """What B A is multiplied by at a module."""
+        """Factor of B A at a module."""
         rank = self.rank(module)
         alpha = float(_of_module(self.peft.alpha_pattern, module, self.peft.lora_alpha))
         if self.peft.use_rslora:
@@ -110,7 +109,6 @@ def read_adapter(name: str, folder: Path) -> AdapterConfig:
 
 
 def _refused(given: Mapping[str, Any], peft: _PeftConfig) -> list[str]:
-    """What the config asks for beyond low-rank products of matrices."""
     refused = [f"{key}" for key, value in given.items() if value and key not in _NEUTRAL]
     if peft.bias != "none":
         refused.append(f"bias {peft.bias!r:.40}")
@@ -121,7 +119,7 @@ def _refused(given: Mapping[str, Any], peft: _PeftConfig) -> list[str]:
 
 
 def _of_module(pattern: Mapping[str, float] | None, module: str, usual: float) -> float:
-    """PEFT's rule: the first key that the end of the module's name matches."""
+    """PEFT's rule: the first key that matches the end of the module's name."""
     for key, value in (pattern or {}).items():
         try:
             if re.fullmatch(rf"(.*\.)?({key})", module):

@@ -1,8 +1,4 @@
-"""The kinds of models that are served, by the `model_type` of their config.json. No torch.
-
-    config.json --model_type--> Architecture --> shapes of the text model and of its encoders      core, edge, ranks
-                                             --> `parts`: its checkpoints (`engine.rank.checkpoints`)   ranks, plan, check-config
-"""
+"""The kinds of models that are served, by the `model_type` of config.json. No torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,15 +14,14 @@ from engine.media_geometry import MediaGeometries, read_encoders
 class Architecture:
     """A kind of model.
 
-    model_types  of its checkpoints
-    read         the text model's geometry, of a checkpoint's folder;   encoders  those of media, by the kind that they take
-    parts        module of ranks, without torch at import: `checkpoints(config) -> Checkpoints`, and `read_drafter(folder, target,
-                 tp) -> Geometry`
+    read, encoders  geometry of the text model, and of encoders by media kind, from a checkpoint's folder
     """
 
     model_types: tuple[str, ...]
     read: Callable[[Path], Geometry]
     encoders: Callable[[Path], MediaGeometries]
+    # module without torch at import: `checkpoints(config) -> Checkpoints`, `read_drafter(folder,
+    # target, tp) -> Geometry`
     parts: str
 
 
@@ -35,8 +30,7 @@ ARCHITECTURES = [GEMMA4]
 
 
 def architecture_of(folder: Path) -> Architecture:
-    """Finds the architecture of the checkpoint in `folder`; CheckpointError: there is no config.json, or none has its
-    model_type."""
+    """CheckpointError: no config.json, or an unknown model_type."""
     path = folder / "config.json"
     model_type = read_json(path).get("model_type")
     for architecture in ARCHITECTURES:
@@ -47,5 +41,5 @@ def architecture_of(folder: Path) -> Architecture:
 
 
 def read_model(folder: Path) -> Geometry:
-    """Reads the text model's geometry; CheckpointError names the file or the key that is wrong."""
+    """CheckpointError names the wrong file or key."""
     return architecture_of(folder).read(folder)

@@ -1,4 +1,4 @@
-"""The shape of an audio tower, or of the 12B's rows of raw samples: read from a checkpoint's `audio_config`. No torch.
+"""The shape of an audio tower, or of the 12B's rows of raw samples, from `audio_config`. No torch.
 
 Source: the public configs and transformers' `models/gemma4` and `models/gemma4_unified`.
 """
@@ -24,23 +24,15 @@ _IMPLEMENTED: Final[Implemented] = {
 
 @dataclass(frozen=True)
 class AudioGeometry(Geometry):
-    """An audio encoder's; what it has no use for is its model's.
+    """An audio encoder; fields that it does not use are its model's."""
 
-    model     hidden size of the model that reads its rows
-    output    width of what its tower yields, or of its rows
-    features  of a row that it takes: of a log-mel frame or, without a tower, samples
-    channels  of the tower's two convolutions
-    kernel    rows that a layer's convolution sees, the last one its own;   reach  that attention sees
-    cap       of attention's logits
-    """
-
-    model: int
-    output: int
-    features: int = MELS
-    channels: tuple[int, int] = (0, 0)
-    kernel: int = 0
-    reach: int = 0
-    cap: float = 0.0
+    model: int  # hidden size of the model that reads its rows
+    output: int  # width of the tower's output, or of its rows
+    features: int = MELS  # of an input row: of a log-mel frame or, without a tower, samples
+    channels: tuple[int, int] = (0, 0)  # of the tower's two convolutions
+    kernel: int = 0  # rows of a layer's convolution, its own last
+    reach: int = 0  # rows that attention sees
+    cap: float = 0.0  # of attention's logits
 
     @property
     def unified(self) -> bool:
@@ -48,23 +40,23 @@ class AudioGeometry(Geometry):
         return not self.reach
 
     def check(self, item: MediaItem) -> None:
-        """Raise InvalidRequest unless the item's data gives a row for each of its positions."""
+        """InvalidRequest unless the item has data for each of its positions."""
         rows, features = item.shape if len(item.shape) == 2 else (0, 0)
         if features != self.features or len(item.data) != 4 * rows * features or item.length != self.tokens(rows) or item.spans:
             raise InvalidRequest(f"{len(item.data)} bytes of audio of shape {item.shape} do not fit {item.length} positions")
 
     def tokens(self, rows: int) -> int:
-        """Soft tokens of a clip of so many rows."""
+        """Soft tokens of a clip of `rows` rows."""
         return rows if self.unified else tower_tokens(rows)
 
 
 def tower_tokens(frames: int) -> int:
-    """Soft tokens of so many log-mel frames: a tower's convolutions halve them twice."""
+    """Soft tokens of log-mel frames: the convolutions halve them twice."""
     return -(-frames // 4)
 
 
 def read_audio(folder: Path) -> AudioGeometry | None:
-    """The audio encoder of the checkpoint in `folder`; None: it has none. CheckpointError names the key that is wrong."""
+    """The audio encoder of a checkpoint, or None. CheckpointError."""
     return read_section(folder, "audio_config", _IMPLEMENTED, _geometry)
 
 
@@ -85,6 +77,6 @@ def _geometry(audio: JsonObject, text: Geometry) -> AudioGeometry:
 
 
 def _layers(count: int, heads: int, hidden: int) -> tuple[Layer, ...]:
-    """Rows without a tower have one of width 0, whose tensors no rule names."""
+    """Without a tower, layers have width 0."""
     rope = Rope(1.0, 0)
     return tuple(Layer(i, "sliding", hidden // heads, heads, rope, 4 * hidden, kv_source=i) for i in range(count))

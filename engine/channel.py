@@ -1,15 +1,12 @@
-"""The mapped ring: one writer, n readers, records of any size, no locks and no system calls but a sleep.
+"""A lock-free ring in shared memory: one writer, n readers, records of any size.
 
     | written | read 0 | read 1 | ... | data ............................................. |
       64 B      64 B each               capacity bytes, records laid end to end, wrapping
 
     record = size u32 | checksum u32 | step u64 | payload, padded to 8
 
-`written` and `read i` count bytes since the ring was made; a counter has one writer and is published after the bytes it covers.
-A record never straddles the end: a size of 0xFFFFFFFF there says "continue at the start". Step numbers are contiguous. A record
-whose checksum is still bad after a millisecond of re-reading, or whose step is not the next, raises ChannelBroken: the group ends.
-
-The memory is an anonymous file (memfd) whose descriptor the children inherit: it has no name, so no kill can leave it behind.
+Counters are published after the bytes that they count. A size of 0xFFFFFFFF continues at the start.
+A step that is not the next, or a checksum that stays wrong for a millisecond, raises ChannelBroken.
 """
 
 import mmap
@@ -29,10 +26,8 @@ _SHORT, _LONG = 5_000, 50_000  # sleeps before they get longer
 
 
 def checksum(data: bytes | memoryview, start: int = 0) -> int:
-    """Returns 32 bits of `data`: the crc32 of all its pages of 4 KiB added up, words of 64 bits, and of what is behind the last
-    whole one.
-
-    A crc32 of all of it would take ten times as long: 0.7 ms for the masks of 64 rows."""
+    """32 bits: the crc32 of the sum of all 4 KiB pages, and of the rest; ten times faster than a
+    crc32 of everything."""
     whole = len(data) // _PAGE * _PAGE
     if whole <= _PAGE:
         return zlib.crc32(data, start)
@@ -43,37 +38,32 @@ def checksum(data: bytes | memoryview, start: int = 0) -> int:
 
 
 class ChannelBroken(RuntimeError):
-    """The ring cannot be trusted any more, or a record can never fit it."""
+    """The ring is corrupt, or a record can never fit."""
 
 
 def create_shared(name: str, size: int) -> int:
-    """Returns a descriptor of `size` zeroed bytes of anonymous shared memory; children inherit it through pass_fds."""
+    """A descriptor of zeroed anonymous shared memory, inherited through pass_fds."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(fd, size)
     return fd
 
 
 def map_shared(fd: int) -> memoryview:
-    """Map the whole of `fd`, shared and writable. The descriptor may be closed afterwards."""
+    """Map all of `fd`, shared and writable. The descriptor may be closed afterwards."""
     return memoryview(mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE))
 
 
 def ring_bytes(readers: int, capacity: int = RING_BYTES) -> int:
-    """Returns the bytes to create for a ring of `capacity` data bytes."""
     return _LINE * (1 + readers) + capacity
 
 
 def capacity_for(record: int) -> int:
-    """Returns the bytes of data of a ring whose records have payloads of up to `record` bytes."""
     return 2 * (_RECORD.size + -(-record // 8) * 8)
 
 
 class Waiter:
-    """How to wait for memory to change: spin a little where cores are free, then sleep, longer the longer nothing comes.
-
-    `spin` polls are made without sleeping (0 where processes outnumber cores). Sleeps start at 50 us, reach `idle_s` after about
-    half a second of silence, and five times that after another ten.
-    """
+    """Waits for memory to change: `spin` polls (0 if processes outnumber cores), then sleeps of 50
+    us, and up to `idle_s` and five times that in long silence."""
 
     def __init__(self, spin: int = 0, idle_s: float = 0.001) -> None:
         self._spin = spin
@@ -81,11 +71,9 @@ class Waiter:
         self._polls = 0
 
     def reset(self) -> None:
-        """Restart the back-off, because something arrived."""
         self._polls = 0
 
     def wait(self) -> None:
-        """Spin or sleep once, after a poll that found nothing."""
         self._polls += 1
         silent = self._polls - self._spin
         if silent > 0:
@@ -103,7 +91,7 @@ class _Ring:
 
 
 class RingWriter(_Ring):
-    """The one writer. `readers` is their number; each must keep reading or `write` waits for it. `step`: of the last record."""
+    """The writer. `write` waits for the slowest of `readers`. `step`: of the last record."""
 
     def __init__(self, memory: memoryview, readers: int, waiter: Waiter | None = None) -> None:
         super().__init__(memory, readers)
@@ -112,7 +100,7 @@ class RingWriter(_Ring):
         self.step = 0
 
     def write(self, step: int, payload: bytes | memoryview) -> None:
-        """Publish one record. Waits while a reader is a whole ring behind."""
+        """Publish a record. Waits while a reader is a whole ring late."""
         size = _RECORD.size + (len(payload) + 7) // 8 * 8
         if size > self._capacity // 2:
             raise ChannelBroken(f"a record of {len(payload)} bytes does not fit a ring of {self._capacity}")
@@ -135,7 +123,7 @@ class RingWriter(_Ring):
 
 
 class RingReader(_Ring):
-    """One of the readers. What is wrong with a record raises ChannelBroken, and the record stays the next one."""
+    """A reader. ChannelBroken leaves the bad record as the next one."""
 
     def __init__(self, memory: memoryview, readers: int, index: int) -> None:
         super().__init__(memory, readers)
@@ -144,10 +132,10 @@ class RingReader(_Ring):
         self._step = 0
 
     def poll(self) -> tuple[int, bytes] | None:
-        """Returns the next (step, payload), or None when nothing new is published.
+        """The next (step, payload), or None.
 
-        All of a record is read again and again, the mark at the ring's end too: on processors that reorder loads (Arm) any word may
-        still be an older one.
+        Re-reads the whole record, wrap marker included, until its checksum matches: processors that
+        reorder loads (Arm) may return old words.
         """
         if self._counters[0] == self._read:
             return None

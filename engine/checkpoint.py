@@ -1,4 +1,5 @@
-"""The JSON files of a checkpoint folder. CheckpointError names the file that is absent, is not JSON or holds no object."""
+"""The JSON files of a checkpoint folder. CheckpointError names a file that is absent, not JSON or
+not an object."""
 
 import json
 import os
@@ -15,7 +16,6 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_json(path: Path) -> JsonObject:
-    """Reads the file's object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -30,12 +30,11 @@ def read_json(path: Path) -> JsonObject:
 
 
 def read_optional(path: Path) -> JsonObject:
-    """The file's object; empty where there is no file."""
+    """Empty if the file is absent."""
     return read_json(path) if os.path.lexists(path) else {}
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Reads the index of the folder's shards: tensor name -> shard; empty where the folder has none."""
     path = folder / INDEX
     if not os.path.lexists(path):
         return {}
@@ -50,14 +49,14 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def model_vocabulary(folder: Path) -> int | None:
-    """Rows of the model's embedding; None: there is no config.json that says so."""
+    """Rows of the model's embedding, if config.json says."""
     config = read_optional(folder / "config.json")
     rows: int | None = (config.get("text_config") or config).get("vocab_size")
     return rows
 
 
 def tensor_names(folder: Path) -> Iterable[str]:
-    """Names of the folder's tensors, by its index or the header of its only shard; none where it has neither."""
+    """Tensor names, by the index or the header of the only shard; empty without both."""
     shard = folder / "model.safetensors"
     if index := read_index(folder):
         return index
@@ -72,8 +71,6 @@ def tensor_names(folder: Path) -> Iterable[str]:
 
 
 class GenerationDefaults(TypedDict, total=False):
-    """The keys of generation_config.json that are read, beside those of token ids."""
-
     do_sample: bool | None
     temperature: Annotated[float, msgspec.Meta(ge=0)] | None
     top_k: int | None
@@ -81,8 +78,7 @@ class GenerationDefaults(TypedDict, total=False):
 
 
 def generation_config(folder: Path) -> JsonObject:
-    """The checkpoint's defaults of generation: sampling, end-of-sequence ids, ids never to be sampled. CheckpointError names a key
-    of a wrong type."""
+    """Sampling defaults, stop ids, suppressed ids. CheckpointError names a key of a wrong type."""
     config = read_optional(path := folder / "generation_config.json")
     try:
         msgspec.convert(config, GenerationDefaults)
@@ -92,7 +88,8 @@ def generation_config(folder: Path) -> JsonObject:
 
 
 def token_ids(folder: Path, key: str, given: object) -> tuple[int, ...]:
-    """The ids that a file of the folder has as `key`: several, one, or None. CheckpointError: one is not of the model's."""
+    """The ids under `key`: several, one, or None. CheckpointError: one is outside the model's
+    vocabulary."""
     ids = given if isinstance(given, list) else [] if given is None else [given]
     own = Annotated[int, msgspec.Meta(ge=0, lt=model_vocabulary(folder) or 2**31)]
     try:

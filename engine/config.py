@@ -1,8 +1,8 @@
-"""Settings of one engine group: each declared once, with its default, bounds and help; frozen, and handed to every process at boot.
+"""Settings of an engine group: each declared once with default, bounds and help; frozen, and sent
+to every process.
 
-    EngineSettings   what a user may set. deploy/settings.py (YAML), `quartet check-config` and docs/settings.md are made from it: a
-                     new setting is one field here
-    EngineConfig     the same, with what the model and the node decide
+EngineSettings   what a user may set; YAML, `quartet check-config` and docs/settings.md are made from it
+EngineConfig     the same, with what the model and the node decide
 """
 
 from functools import cached_property
@@ -40,7 +40,8 @@ VERIFY_ROWS = 128  # queries x heads of a KV head that a GPU verifies at once
 
 
 class Mtp(FrozenStruct, kw_only=True, forbid_unknown_fields=True):
-    """Multi-token prediction: a drafter guesses tokens, and the model computes all of them in one step. The text is the same."""
+    """Multi-token prediction: a drafter guesses tokens, and the model computes all of them in one
+    step. The text is the same."""
 
     model: str | None = None
     """the drafter, as `model` (Google's: its name and -assistant)"""
@@ -50,7 +51,8 @@ class Mtp(FrozenStruct, kw_only=True, forbid_unknown_fields=True):
 
 
 class KvEvents(FrozenStruct, kw_only=True, forbid_unknown_fields=True):
-    """Tells routers over ZeroMQ, in vLLM's messages, which prefixes the KV cache holds. Subscribers read token ids of prompts."""
+    """Tells routers over ZeroMQ, in vLLM's messages, which prefixes the KV cache holds. Subscribers
+    read token ids of prompts."""
 
     endpoint: str | None = None
     """where a replica publishes: tcp://*:5557; replicas of one node each need a port; none: nowhere"""
@@ -59,7 +61,7 @@ class KvEvents(FrozenStruct, kw_only=True, forbid_unknown_fields=True):
 
 
 class EngineSettings(FrozenStruct, kw_only=True):
-    """What a user may set, with the help that users read under each; times are in seconds."""
+    """What a user may set, with its help. Times are in seconds."""
 
     tp: Annotated[int, Meta(ge=1, le=64)] = 1
     """ranks of a group: GPUs of one node"""
@@ -131,44 +133,34 @@ class EngineSettings(FrozenStruct, kw_only=True):
     """time from the start of a group's processes until it is ready"""
 
     def attention_of(self, kind: RowKind) -> AttentionName | None:
-        """The backend asked for by rows of that kind."""
         return (self.attention_decode if kind == "decode" else self.attention_extend) or self.attention
 
 
 class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """One group. Built by `engine_config`, which checks it; never mutated.
+    """One group. Made and checked by `engine_config`."""
 
-    model       local folder with config.json (and the weights, unless load_format is dummy)
-    page        tokens of a KV page
-    suppress    token ids that are never sampled
-    debug_hash  mix the bits of the final hidden rows into the state hash (tests; costs a copy a step)
-    """
-
-    model: str
+    model: str  # local folder with config.json (and weights, unless load_format is dummy)
     device: Device
     load_format: LoadFormat = "safetensors"
-    page: Literal[16, 32, 64] = PAGE_SIZE
-    suppress: tuple[int, ...] = ()
-    debug_hash: bool = False
+    page: Literal[16, 32, 64] = PAGE_SIZE  # tokens of a KV page
+    suppress: tuple[int, ...] = ()  # token ids that are never sampled
+    debug_hash: bool = False  # add the final hidden rows to the state hash (tests; costs a copy a step)
 
     @cached_property
     def architecture(self) -> Architecture:
-        """What the model is one of."""
         return architecture_of(Path(self.model))
 
     @cached_property
     def geometry(self) -> Geometry:
-        """The model's shapes, which are read once."""
         return self.architecture.read(Path(self.model))
 
     @cached_property
     def media(self) -> MediaGeometries:
-        """The model's encoders by the kind of media that they take; none for the text model alone."""
         return {} if self.language_model_only else self.architecture.encoders(Path(self.model))
 
     @property
     def drafts(self) -> tuple[int, ...]:
-        """How many drafts a step may have behind each sequence, ascending; the core chooses."""
+        """Draft lengths that a step may have, ascending; the core chooses."""
         if self.mtp.model is None:
             return (0,)
         return AUTO_DRAFTS if self.mtp.drafts == "auto" else tuple(sorted({0, self.mtp.drafts}))
@@ -192,27 +184,25 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dic
 
     @property
     def measures_steps(self) -> bool:
-        """Ranks measure at boot what their steps take: a limit or a target needs it."""
+        """Ranks measure step times at boot, for a limit or a target."""
         return self.max_len >= LEAST_MEASURED and not (self.step_limit_ms is None and self.tpot_target_ms is None)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Tokens a row that decode steps are padded to on a GPU, ascending: those of a step that may not draft are of one."""
+        """Padded widths of decode rows on a GPU, ascending: 1, and 1 + drafts."""
         return tuple(sorted({1, *(1 + drafts for drafts in self.drafts)}))
 
     @property
     def widest(self) -> int:
-        """Tokens that a decode row computes at most: its own and its drafts."""
         return self.widths[-1]
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """The KV groups of a rank."""
         return kv_groups(self.geometry, self.tp, self.page, "float8_e4m3fn" if self.kv_dtype == "fp8" else self.dtype)
 
 
 def engine_config(**settings: object) -> EngineConfig:
-    """A checked EngineConfig from keyword settings; ConfigError names the key that is unknown, mistyped or impossible."""
+    """A checked EngineConfig. ConfigError names a key that is unknown, mistyped or impossible."""
     try:
         config = msgspec.convert(settings, EngineConfig)
     except msgspec.ValidationError as error:
@@ -269,7 +259,7 @@ def _check_limits(config: EngineConfig) -> None:
 
 
 def _check_drafts(config: EngineConfig, heads: int) -> None:
-    """`heads`: of a rank's query heads as many as share a KV head, at most."""
+    """`heads`: most query heads of a rank that share a KV head."""
     if config.mtp.model is None and config.mtp.drafts not in ("auto", 0):
         raise ConfigError(f"mtp.drafts {config.mtp.drafts}: mtp.model must name the assistant that makes them")
     if config.device == "cuda" and heads * config.widest > VERIFY_ROWS:

@@ -1,26 +1,26 @@
-"""Every error Quartet raises on purpose.
+"""Every error that Quartet raises on purpose. Only `deploy/edge/http_errors.py` decides status
+codes.
 
     QuartetError
-    |-- InvalidRequest      the client's fault: bad value, unknown parameter, prompt that cannot fit      -> HTTP 400
-    |   `-- ModelNotFound   a model name that this deployment does not serve                               -> HTTP 404
-    |-- Overloaded          refused before any work was done; try again later                              -> HTTP 429
-    |-- EngineDead          the group ended (a process died, hung or raised); a new one is on its way      -> HTTP 503
-    |-- SlowReader          the client took its answer too slowly, and what waited for it was too much     -> HTTP 408
-    |-- GenerationFailed    one request ended in error (NaN logits, a message that could not be read)      -> HTTP 500
-    |-- ConfigError         a setting, a YAML key or the node cannot be used as asked; names the key
-    |   `-- CheckpointError a checkpoint is absent, incomplete or mis-shaped; names the tensor or the file
-    `-- PageViolation       a page table or a plan is wrong (debug_pages); names slot, group and entry
-
-`deploy/edge/http_errors.py` adds those of HTTP, and maps the whole tree to it once; nothing else decides a status code.
+    |-- InvalidRequest      400
+    |   `-- ModelNotFound   404
+    |-- Overloaded          429
+    |-- EngineDead          503
+    |-- SlowReader          408
+    |-- GenerationFailed    500
+    |-- ConfigError
+    |   `-- CheckpointError
+    `-- PageViolation
 """
 
 
 class QuartetError(Exception):
-    """Base of all errors raised on purpose; the message is fit for a user to read."""
+    """The message is fit for a user."""
 
 
 class InvalidRequest(QuartetError):
-    """A request that can never succeed as sent. `param` names the offending field, `code` is OpenAI's short code."""
+    """A request that can never succeed as sent. `param`: the wrong field; `code`: OpenAI's short
+    code."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -29,14 +29,12 @@ class InvalidRequest(QuartetError):
 
 
 class ModelNotFound(InvalidRequest):
-    """The request names a model that is not served here."""
-
     def __init__(self, model: str) -> None:
         super().__init__(f"The model `{model}` does not exist.", param="model", code="model_not_found")
 
 
 class Overloaded(QuartetError):
-    """The queue is full; `retry_after_s` is the client's advice."""
+    """`retry_after_s` is the client's advice."""
 
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -44,24 +42,24 @@ class Overloaded(QuartetError):
 
 
 class EngineDead(QuartetError):
-    """The group that carried this request is gone; the message says which process ended it and how."""
+    """The message says which process ended the group and how."""
 
 
 class SlowReader(QuartetError):
-    """The client took its answer too slowly."""
+    pass
 
 
 class GenerationFailed(QuartetError):
-    """This request, and no other, ended in error."""
+    """Only this request ended in error."""
 
 
 class ConfigError(QuartetError):
-    """A setting cannot be used as asked."""
+    pass
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint cannot be loaded as it is."""
+    pass
 
 
 class PageViolation(QuartetError):
-    """A sequence would read or write another's page: a bug of ours, found by `debug_pages`; it ends the group."""
+    """A sequence would read or write another's page: a bug of ours, which ends the group."""

@@ -1,8 +1,7 @@
-"""The shape of a Gemma 4 text model: read from a checkpoint's raw config.json, expanded to per-layer facts, cut for a TP size.
+"""The shape of a Gemma 4 text model, read from config.json and expanded to layers. No torch.
 
-Source of every rule: the public configs and transformers' `models/gemma4`. Both layouts of config.json are read: the public
-one (`global_head_dim`, `num_global_key_value_heads`) and the one that transformers' `save_pretrained` writes
-(`per_layer_config`). No torch here: the core sizes pages from it and the ranks size tensors.
+Source: the public configs and transformers' `models/gemma4`. Reads the public layout
+(`global_head_dim`, `num_global_key_value_heads`) and transformers' (`per_layer_config`).
 """
 
 import math
@@ -50,7 +49,7 @@ _PER_LAYER = ("head_dim", "num_key_value_heads")
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding over the whole head (pairs i, i + head_dim/2): the first `pairs` of head_dim/2 rotate, the rest do not.
+    """Rotary embedding of pairs (i, i + head_dim/2): the first `pairs` of head_dim/2 rotate.
 
     inv_freq[i] = theta ** (-2 i / head_dim) / factor.
     """
@@ -62,8 +61,6 @@ class Rope:
 
 @dataclass(frozen=True)
 class Moe:
-    """Experts beside the dense MLP of every layer."""
-
     experts: int
     top_k: int
     intermediate: int
@@ -71,8 +68,7 @@ class Moe:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. `kv_source` is the layer whose K and V it reads: itself, or for a KV-shared layer its producer; `drafts`:
-    one of the target's, whose drafter this layer belongs to."""
+    """One decoder layer."""
 
     index: int
     kind: LayerKind
@@ -80,9 +76,9 @@ class Layer:
     kv_heads: Positive
     rope: Rope
     intermediate: Positive
-    kv_source: int
+    kv_source: int  # the layer whose K and V it reads, itself or a producer
     k_eq_v: bool = False
-    drafts: bool = False
+    drafts: bool = False  # a drafter's, which reads the target's layer
 
     @property
     def owns_kv(self) -> bool:
@@ -91,12 +87,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Geometry:
-    """A text model. Sizes are whole-model (not per rank); `window` counts visible keys, the query's own included.
-
-    tied    logits come of the embedding's table, not of a matrix of their own
-    prefix  of its tensors' names, as published
-    bidirectional  tokens of an image see each other both ways in sliding layers
-    """
+    """A text model. Sizes are of the whole model; `window` includes the query's own key."""
 
     hidden: Positive
     vocab: Positive
@@ -112,33 +103,32 @@ class Geometry:
     pad: int
     placeholders: tuple[int, ...]
     dtype: str
-    prefix: str
-    tied: bool
-    bidirectional: bool
+    prefix: str  # of published tensor names
+    tied: bool  # logits use the embedding's table
+    bidirectional: bool  # tokens of an image see each other in sliding layers
 
     @property
     def residual_is_read(self) -> bool:
-        """Whether something besides fused norms reads the residual: routers, gates of per-layer embeddings."""
+        """Whether routers or per-layer embeddings read the residual, not only fused norms."""
         return self.moe is not None or self.ple > 0
 
     @property
     def summed_width(self) -> int:
-        """Elements of a row that ranks add in one sum, at most: two branches' where experts run beside an MLP."""
+        """Most elements of a row in one sum: two branches with experts."""
         return self.hidden * (2 if self.moe else 1)
 
     @property
     def embedding_scale(self) -> float:
-        """sqrt(hidden), unrounded; rounded to the weight's dtype where it is used."""
+        """sqrt(hidden), rounded to the weight's dtype where it is used."""
         return math.sqrt(self.hidden)
 
 
 @dataclass(frozen=True)
 class KVGroup:
-    """The one description of a part of the KV cache: layers of one kind, with their own pool, page table and allocator.
+    """A part of the KV cache: layers of one kind, with one pool, page table and allocator.
 
-    `layers` are the layers that own K and V, in order: the pool's first axis. Pool of one layer, per rank:
-    `[pages, 2, kv_heads, page, head_dim]`, K at [:, 0] and V at [:, 1]. `window` None: full attention. `bidirectional`: tokens of
-    an image see each other both ways.
+    Pool of one layer and rank: `[pages, 2, kv_heads, page, head_dim]`, K at [:, 0], V at [:, 1].
+    `layers` own K and V, in the order of the pool's first axis. `window` None: full attention.
     """
 
     index: int
@@ -153,16 +143,14 @@ class KVGroup:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers of the group, K and V, one rank."""
         return len(self.layers) * 2 * self.kv_heads * self.page * self.head_dim * ITEMSIZE[self.dtype]
 
     def pages_for(self, start: int, end: int) -> range:
-        """Returns the table indices of the pages that must be held while positions [start, end) run: their own and what their
-        window reads."""
+        """Table indices of pages held while positions [start, end) run, window included."""
         return range(0 if self.window is None else max(0, start - self.window + 1) // self.page, -(-end // self.page))
 
     def worst_pages(self, tokens: int) -> int:
-        """Returns how many pages a sequence of `tokens` tokens needs at once when it runs a token at a time."""
+        """Most pages of a sequence of `tokens` tokens that runs a token at a time."""
         whole = -(-tokens // self.page)
         return whole if self.window is None else min(whole, (self.window - 2) // self.page + 2)
 
@@ -173,7 +161,8 @@ class KVGroup:
 
 
 def shard_kv_heads(heads: int, kv_heads: int, tp: int, rank: int) -> range:
-    """Returns the KV heads that `rank` holds: an equal share where they divide, else the one its query heads read (replicated)."""
+    """KV heads of `rank`: an equal share or, if they do not divide, the replicated one of its query
+    heads."""
     if kv_heads % tp == 0:
         share = kv_heads // tp
         return range(rank * share, (rank + 1) * share)
@@ -182,20 +171,19 @@ def shard_kv_heads(heads: int, kv_heads: int, tp: int, rank: int) -> range:
 
 
 def vocab_share(rows: int, tp: int) -> int:
-    """Returns the rows of a vocabulary's table that each of `tp` ranks has room for: what divides evenly, else more, in whole cache
-    lines of logits; the last ranks' room is not filled then."""
+    """Rows of a vocabulary's table for each rank: an even share, else rounded up to whole cache
+    lines of logits."""
     return rows // tp if rows % tp == 0 else 32 * -(-rows // (32 * tp))
 
 
 def shard_vocab(rows: int, tp: int, rank: int) -> range:
-    """Returns the rows of a vocabulary's table that `rank` holds."""
     share = vocab_share(rows, tp)
     return range(min(rank * share, rows), min((rank + 1) * share, rows))
 
 
 def check_tp(geometry: Geometry, tp: int) -> None:
-    """Raise CheckpointError, naming the size, unless every sharded dimension divides by `tp` (KV heads may replicate, a vocabulary
-    is padded)."""
+    """CheckpointError names a size that `tp` does not divide. KV heads may replicate; a vocabulary
+    is padded."""
     sizes = {"attention heads": geometry.heads}
     sizes |= {f"intermediate size of layer {layer.index}": layer.intermediate for layer in geometry.layers}
     if geometry.moe is not None:
@@ -209,7 +197,7 @@ def check_tp(geometry: Geometry, tp: int) -> None:
 
 
 def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: PageDType = "bfloat16") -> tuple[KVGroup, ...]:
-    """Returns the KV groups that a rank has at `tp`: sliding, if there are such layers, and last full."""
+    """A rank's KV groups: sliding, if there is one, then full."""
     check_tp(geometry, tp)
     groups: list[KVGroup] = []
     for kind in ("sliding", "full"):
@@ -224,8 +212,7 @@ def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: PageDTy
 
 
 def read_geometry(folder: Path) -> Geometry:
-    """Read the geometry of the checkpoint in `folder`; CheckpointError names the file or the key that is wrong, or a
-    quantisation."""
+    """CheckpointError names the wrong file or key, or an unsupported quantisation."""
     path = folder / "config.json"
     with naming(str(path)):
         read_quantisation(folder)  # refuses a quantisation that no format reads
@@ -233,10 +220,7 @@ def read_geometry(folder: Path) -> Geometry:
 
 
 def read_section(folder: Path, name: str, implemented: Implemented, make: Callable[[JsonObject, Geometry], T]) -> T | None:
-    """Returns what `make` gives of a section of config.json, such as `vision_config`, and of the text model; None: there is none.
-
-    CheckpointError names the key that is wrong.
-    """
+    """None without the section. CheckpointError names the key."""
     path = folder / "config.json"
     section = read_json(path).get(name)
     if not section:
@@ -249,7 +233,6 @@ def read_section(folder: Path, name: str, implemented: Implemented, make: Callab
 
 
 def parse_config(config: JsonObject, source: str = "config.json") -> Geometry:
-    """Read the geometry of a raw config (outer, or the text part alone)."""
     text = config.get("text_config", config)
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
@@ -263,7 +246,7 @@ def parse_config(config: JsonObject, source: str = "config.json") -> Geometry:
 
 @contextmanager
 def naming(source: str) -> Iterator[None]:
-    """Have what is wrong with a config raised as a CheckpointError that names its source, and the key."""
+    """Turn errors of a config into a CheckpointError that names source and key."""
     try:
         yield
     except KeyError as error:
@@ -273,7 +256,7 @@ def naming(source: str) -> Iterator[None]:
 
 
 def _check_implemented(section: JsonObject, implemented: Implemented) -> None:
-    """Raise ValueError, which names every key whose value asks for other mathematics than is here."""
+    """ValueError names every key that asks for mathematics that is not implemented."""
     if wrong := [
         f"{key} {section[key]!r} is not implemented, only {' or '.join(map(repr, values))}"
         for key, values in implemented.items()
@@ -343,7 +326,7 @@ def _layers(text: JsonObject) -> tuple[Layer, ...]:
 
 
 def _overrides(text: JsonObject, count: int) -> dict[int, JsonObject]:
-    """Read what `per_layer_config` says of single layers. ValueError: something that is not implemented a layer, or of no layer."""
+    """`per_layer_config` by layer. ValueError: not implemented a layer, or no such layer."""
     overrides = {int(index): value for index, value in (text.get("per_layer_config") or {}).items()}
     for index, values in overrides.items():
         other = [key for key, value in values.items() if key not in _PER_LAYER and (key not in text or value != text[key])]
@@ -362,7 +345,7 @@ def _kinds(names: list[str], count: int) -> list[LayerKind]:
 
 
 def _heads(text: JsonObject, kind: LayerKind, override: JsonObject) -> tuple[int, int]:
-    """Returns (head_dim, kv heads) of a layer; the global KV-head count holds only with attention_k_eq_v."""
+    """(head_dim, kv heads); the global KV-head count applies only with attention_k_eq_v."""
     head_dim: int = text.get("head_dim", _HEAD_DIM)
     kv_heads: int = text["num_key_value_heads"]
     if kind == "full":
@@ -384,5 +367,5 @@ def _rope(parameters: JsonObject, head_dim: int) -> Rope:
 
 
 def _placeholders(config: JsonObject) -> tuple[int, ...]:
-    """Returns the ids that the multimodal wrapper embeds as pad when they stand in plain text."""
+    """Ids that are embedded as pad in plain text."""
     return tuple(sorted(filter(None, {config.get(f"{kind}_token_id") for kind in ("image", "video", "audio")})))

@@ -1,9 +1,9 @@
-"""What the prefix cache holds, told to routers over ZeroMQ, which send a prompt to the replica that has its pages.
+"""Publishes what the prefix cache holds over ZeroMQ, in vLLM's messages
+(`vllm.distributed.kv_events`).
 
-A message is one of vLLM's (`vllm.distributed.kv_events`): three frames, a topic, a sequence number (8 bytes, big endian) and
-msgpack `[seconds, [event, ...], 0]`. A gap in the numbers says that messages were lost: then a router forgets this replica's pages.
-A page's hash is its key in the prefix cache. The group of full layers has every page of a prefix; that of sliding layers has the
-window before the ends from which a sequence can start.
+A message is a topic, a sequence number (8 bytes, big endian) and msgpack `[seconds, [event, ...],
+0]`. After a gap in the numbers a router forgets this replica's pages. A page's hash is its cache
+key.
 """
 
 import time
@@ -22,7 +22,7 @@ Extra = tuple[str, ...] | None
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True):
-    """Pages that the cache now holds, which follow each other. `extra_keys`: what each page's key is made of besides tokens."""
+    """Consecutive pages now cached. `extra_keys`: what each key is made of besides tokens."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
@@ -38,15 +38,14 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
-    """Pages that the cache no longer holds."""
-
     block_hashes: list[bytes]
     medium: str
     group_idx: int
 
 
 class CacheEvents:
-    """Records what enters and leaves the cache. Ends of several prefixes may share sliding pages: one is removed with the last."""
+    """Records what enters and leaves the cache. Prefixes may share sliding pages: one is removed
+    with the last."""
 
     def __init__(self) -> None:
         self._events: list[BlockStored | BlockRemoved] = []
@@ -55,7 +54,8 @@ class CacheEvents:
     def stored(
         self, group: KVGroup, keys: list[bytes], first: int, tokens: "array[int]", media: Items[MediaItem], salted: bool
     ) -> None:
-        """Pages [first, len(keys)) of a prefix of `tokens` are held, once more. `salted`: its root key is of a salt."""
+        """Pages [first, len(keys)) of a prefix are held once more. `salted`: its root key has a
+        salt."""
         kept = self._kept.setdefault(group.index, Counter())
         new = [index for index in range(first, len(keys)) if not kept[keys[index]]]
         kept.update(keys[first:])
@@ -80,7 +80,7 @@ class CacheEvents:
         )
 
     def removed(self, group: KVGroup, keys: list[bytes]) -> None:
-        """Each page of these is held once less."""
+        """Each page is held once less."""
         kept = self._kept[group.index]
         gone = []
         for key in keys:
@@ -92,14 +92,14 @@ class CacheEvents:
             self._events.append(BlockRemoved(gone, "GPU", group.index))
 
     def take(self) -> list[BlockStored | BlockRemoved]:
-        """The events since the last call, in order."""
         events = self._events
         self._events = []
         return events
 
 
 def _extra(index: int, page: int, keys: list[bytes], media: Items[MediaItem], salted: bool) -> Extra:
-    """Digests of the media items in a page. The first page of a salted prefix has its own key: no other prompt may find it."""
+    """Digests of the media in a page. A salted prefix's first page has its own key, so no other
+    prompt matches."""
     digests = [item.digest.hex() for item in media if item.first < (index + 1) * page and item.end > index * page]
     if salted and index == 0:
         digests.append(keys[0].hex())
@@ -107,7 +107,7 @@ def _extra(index: int, page: int, keys: list[bytes], media: Items[MediaItem], sa
 
 
 class KvPublisher:
-    """Binds a socket, and sends events as they come. ConfigError: it cannot be bound."""
+    """ConfigError: the socket cannot be bound."""
 
     def __init__(self, events: CacheEvents, endpoint: str, topic: str) -> None:
         import zmq  # whose library takes 40 ms, and is needed nowhere else
@@ -125,12 +125,10 @@ class KvPublisher:
             raise ConfigError(f"kv_events.endpoint: {endpoint} cannot be bound: {error}") from error
 
     def publish(self) -> None:
-        """Send the events since the last call, if there are any, as one message; a publisher never waits."""
         if events := self._events.take():
             batch = msgspec.msgpack.encode((time.time(), events, 0))
             self._socket.send_multipart((self._topic, self._sent.to_bytes(8, "big"), batch))
             self._sent += 1
 
     def close(self) -> None:
-        """Closes the socket."""
         self._socket.close()

@@ -1,10 +1,8 @@
-"""The child's end of its lifeline: a socket pair to the replica that carries the boot handshake, and whose end of file means exit.
+"""The child's end of its lifeline, a socket pair to the replica: boot handshake, and exit at end of
+file.
 
     replica -> child   Configure; Allocate, once every rank has loaded; RanksReady to the core, once every rank is ready
     child -> replica   Loaded (ranks), Ready; at any time Failed with the reason, and the child exits
-
-Besides the front's socket it is the only two-way conversation in an engine. After `Ready` it only has to stay open. A thread
-watches for its end (the replica is gone) and writes this process's heartbeat into the status block.
 """
 
 import contextlib
@@ -46,8 +44,8 @@ class BootArgs(FrozenStruct, kw_only=True):
     tp: int
     parent: int
     lifeline: int
-    status: int
-    plan: int
+    status: int  # its record; the core's follows the ranks'
+    plan: int  # ring core -> ranks, as masks and media
     masks: int
     media: int
     result: int
@@ -59,12 +57,11 @@ class BootArgs(FrozenStruct, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The process's name in its log."""
         return "core" if self.index == self.tp else f"rank {self.index}"
 
 
 class TaggedMessage(FrozenStruct, tag=True):
-    """A message of the boot handshake; the name of its class goes with it."""
+    pass
 
 
 class Configure(TaggedMessage):
@@ -74,7 +71,7 @@ class Configure(TaggedMessage):
 
 
 class Loaded(TaggedMessage):
-    """rank -> replica: weights are in place; bytes left for KV pages."""
+    """rank -> replica: weights are loaded; bytes left for KV pages."""
 
     kv_bytes: int
 
@@ -89,43 +86,33 @@ Points = tuple[tuple[float, float], ...]  # ascending
 
 
 class StepTimes(FrozenStruct):
-    """Measured step times: (rows, milliseconds), ascending in rows.
+    """Measured step times: (rows, milliseconds), ascending in rows."""
 
-    decodes     steps of decode rows alone, with short contexts;   prefills  steps of prompt tokens alone
-    mixed       what decode rows in a step with prompt tokens cost more than as many prompt tokens
-    context_ms  what a token of context adds to a step of decode rows
-    read_ms     what a token of context adds to a chunk's step;   attend_ms  to each token of the chunk
-    tile        rows of a tile in large matrix products: with prompt tokens, part of a tile costs as much as the whole
-    drafts      each number of drafts that a step may have, and its steps as in decodes, by sequences; none if there is one alone
-    drafting    what a step with prompt tokens and the most drafts costs more than its rows, by sequences
-    """
-
-    decodes: Points
-    prefills: Points
-    mixed: Points
-    context_ms: float
-    read_ms: float
-    attend_ms: float
-    tile: int
-    drafts: tuple[tuple[int, Points], ...] = ()
-    drafting: Points = ()
+    decodes: Points  # steps of decode rows alone, with short contexts
+    prefills: Points  # of prompt tokens alone
+    mixed: Points  # extra cost of decode rows over equally many prompt tokens, in a step with prompts
+    context_ms: float  # a token of context in a step of decode rows
+    read_ms: float  # a token of context in a chunk's step
+    attend_ms: float  # for each token of the chunk
+    tile: int  # rows of a tile in large products: a part costs as much as the whole
+    drafts: tuple[tuple[int, Points], ...] = ()  # each draft length, and its steps as in decodes; empty for a single one
+    drafting: Points = ()  # extra cost of the most drafts in a step with prompts, beyond their rows, by sequences
 
 
 def slowest(measured: Sequence[StepTimes]) -> StepTimes:
-    """Returns the times of the slowest rank at each point: a step ends when its last rank does. All have measured the same rows."""
+    """The slowest rank's times at each point, since a step ends with its last rank."""
     return StepTimes(*_greatest(list(map(msgspec.structs.astuple, measured))))
 
 
 def _greatest(figures: Sequence[Any]) -> Any:
-    """Returns the greatest of some numbers; of tuples of equal length, a tuple of the greatest at each place."""
     if isinstance(figures[0], tuple):
         return tuple(map(_greatest, zip(*figures, strict=True)))
     return max(figures)
 
 
 class Ready(TaggedMessage):
-    """child -> replica: it is ready for the first plan. `note` is for the log; `step_times`: what a rank has measured, if it did;
-    `fallbacks`: what its checks found wrong and what runs instead, a sentence each."""
+    """child -> replica: ready for the first plan. `note`: for the log; `fallbacks`: a sentence for
+    each."""
 
     note: str = ""
     step_times: StepTimes | None = None
@@ -133,13 +120,13 @@ class Ready(TaggedMessage):
 
 
 class RanksReady(TaggedMessage):
-    """replica -> core: every rank is ready; how long their steps take, if they have measured it."""
+    """replica -> core: every rank is ready."""
 
     step_times: StepTimes | None
 
 
 class Failed(TaggedMessage):
-    """child -> replica: it cannot go on, and exits; `user`: the message is fit for the user as it is (a QuartetError)."""
+    """child -> replica: it exits. `user`: the message is fit for the user (a QuartetError)."""
 
     error: str
     user: bool
@@ -152,7 +139,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class BootSocket:
-    """One end of a lifeline as a sequence of messages; blocking, with the socket's own timeout."""
+    """One end of a lifeline as a sequence of messages; blocking, with the socket's timeout."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -160,12 +147,10 @@ class BootSocket:
         self._pending: list[BootMessage] = []
 
     def send(self, message: BootMessage) -> None:
-        """Send one message whole."""
         self.sock.sendall(frame(_encode(message)))
 
     def receive(self) -> BootMessage | None:
-        """Returns the next message; None when the other end is closed, even with data unread. Raises TimeoutError as the socket
-        does."""
+        """The next message; None when the other end is closed, even with unread data. TimeoutError."""
         while not self._pending:
             try:
                 data = self.sock.recv(1 << 16)
@@ -178,7 +163,7 @@ class BootSocket:
 
 
 class Lifeline:
-    """A child's side: ends with the replica, sends heartbeats, takes part in the boot handshake."""
+    """A child's side: ends with the replica, sends heartbeats, takes part in the handshake."""
 
     def __init__(self, args: BootArgs) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # sent when the thread that spawned us ends
@@ -192,11 +177,9 @@ class Lifeline:
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     def send(self, message: BootMessage) -> None:
-        """Send a message to the replica."""
         self._boot.send(message)
 
     def receive(self, kind: type[M]) -> M:
-        """Wait for the replica's next message, which is of this kind."""
         message = self._boot.receive()
         if message is None:
             os._exit(0)
@@ -224,7 +207,8 @@ class Lifeline:
 
 
 def run(body: Callable[[Lifeline], None]) -> NoReturn:
-    """Run a child process: `body`, then exit code 0. Any exception is reported to the replica, which ends the group."""
+    """Run a child: `body`, then exit code 0. An exception is reported to the replica, which ends
+    the group."""
     lifeline = Lifeline(msgspec.json.decode(sys.argv[1], type=BootArgs))
     try:
         body(lifeline)

@@ -1,7 +1,4 @@
-"""What a request says about its logits beyond temperature and filters.
-
-`kernels.adjust` has the formulas and their order.
-"""
+"""Logit adjustments of a request. `kernels.adjust` has formulas and order."""
 
 import msgspec
 
@@ -12,29 +9,24 @@ MAX_BAD_WORD_IDS = 1024  # of all its bad words together
 
 
 class LogitAdjustments(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The adjustments of one request; the defaults change nothing.
+    """Defaults change nothing.
 
-    repetition_penalty                   of ids that the prompt has or that were generated: 1 is none
-    presence_penalty, frequency_penalty  of ids that were generated
-    bias         (id, what is added to its logit), each id once; -inf forbids the id
-    allowed_ids  the only ids that may come; empty: all may
-    bad_words    token ids of words that may not be generated; none is empty
+    presence_penalty, frequency_penalty  of generated ids
     """
 
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = 1.0  # of ids in the prompt or generated: 1 changes nothing
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    bias: tuple[tuple[int, float], ...] = ()
-    allowed_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()  # (id, added to its logit), each id once; -inf forbids the id
+    allowed_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of forbidden words, none empty
 
     @property
     def penalties(self) -> tuple[float, float, float]:
-        """The penalties of repetition, presence and frequency."""
         return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
 
     def excess(self) -> str | None:
-        """What is more than the ranks' tables hold, in a sentence; None: it fits."""
+        """What exceeds the ranks' tables, in a sentence, or None."""
         counts = {
             "biased ids": (len(self.bias), MAX_BIAS_IDS),
             "allowed ids": (len(self.allowed_ids), MAX_ALLOWED_IDS),

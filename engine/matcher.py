@@ -1,7 +1,7 @@
-"""Which token may come next, by a grammar: llguidance over a checkpoint's vocabulary, with every bound that keeps it cheap.
+"""Allowed next tokens by a grammar: llguidance over a checkpoint's vocabulary, with bounded cost.
 
-A grammar is text in llguidance's dialect of Lark, control tokens by id (`<[52]>`). Compiling takes about a millisecond, a mask tens
-of microseconds; one that takes more than its fuel ends in an error of its own request, and of no other.
+A grammar is llguidance's dialect of Lark, control tokens by id (`<[52]>`). Compiling takes a
+millisecond, a mask tens of microseconds.
 """
 
 import os
@@ -29,7 +29,7 @@ _POSITION = re.compile(r"(?:at )?\d+\(\d+\): ")  # in the whole grammar, of whic
 _DUMP = re.compile(r"\n\s*\d+ \| |\n?<state>")  # how the grammar's text, or the parser's state, begins where llguidance shows it
 _LONGEST = 300  # characters of what is wrong
 MAX_GRAMMAR_BYTES = 512 << 10
-_AHEAD_S = 0.002  # CPU time of a thread for masks behind drafts: half a forward of 31B on four H200
+_AHEAD_S = 0.002  # CPU time of a thread for masks after drafts: half a forward of 31B on four H200
 _MASKS_A_THREAD = 8  # at least: waking one takes as long as making some
 _LIMITS = LLParserLimits(  # what is made of a grammar while replies go on is kept: 50 MB of 50 000 states
     max_items_in_row=2000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000, max_lexer_states=50_000
@@ -49,7 +49,7 @@ _CLOSERS = frozenset(b'"}],:')  # tokens that begin with one of these lead out o
 
 
 def threads(most: int) -> int:
-    """How many threads of this process compile grammars, or make masks: a quarter of the machine's cores, for ranks share them."""
+    """Threads that compile grammars or make masks: a quarter of the cores, at most `most`."""
     return max(1, min(most, (os.cpu_count() or 1) // 4))
 
 
@@ -58,7 +58,6 @@ _MASK_THREADS = threads(8)
 
 @contextmanager
 def compile_stack(size: int = COMPILE_STACK_BYTES) -> Iterator[None]:
-    """Threads that start inside have a stack of `size` bytes, whatever the limits of the shell."""
     before = threading.stack_size(size)
     try:
         yield
@@ -67,9 +66,9 @@ def compile_stack(size: int = COMPILE_STACK_BYTES) -> Iterator[None]:
 
 
 class Vocabulary:
-    """Token ids as llguidance wants them: a tokenizer's pieces, for a model of `size` ids, `ends` among them.
+    """A tokenizer's pieces for llguidance, for a model of `size` ids, `ends` among them.
 
-    CheckpointError: nothing ends a reply. It takes a second or two at 262 144 pieces.
+    CheckpointError: no end id. Takes a second or two at 262 144 pieces.
     """
 
     def __init__(self, pieces: Pieces, ends: Sequence[int], size: int) -> None:
@@ -86,7 +85,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """A checkpoint's. CheckpointError: it has no tokenizer, or nothing in it ends a reply."""
+        """CheckpointError: no tokenizer, or no end id."""
         return cls(Pieces.of(read_tokenizer(folder)), read_eos(folder), read_model(folder).vocab)
 
     def complaint(self, grammar: str) -> str | None:
@@ -104,7 +103,6 @@ class Vocabulary:
         return None
 
     def matcher(self, grammar: str) -> "Matcher":
-        """A matcher for a new reply."""
         return self._matcher(grammar, _LIMITS)
 
     def _matcher(self, grammar: str, limits: LLParserLimits) -> "Matcher":
@@ -122,8 +120,8 @@ class Vocabulary:
         return _WALK_TOKENS
 
     def masks(self, matchers: Sequence["Matcher"], drafts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Each matcher's masks as in `engine.step_masks`, int32 [n, words]: of the next token, and behind drafts as far as they can
-        be made; many by several threads."""
+        """Each matcher's masks as in `engine.step_masks`, int32 [n, words]; several threads make
+        many."""
         ends = list(accumulate(1 + len(drafted) for drafted in drafts))
         bits = np.split(np.zeros((ends[-1], mask_words(self.size)), np.int32), ends[:-1])
         step = max(1, min(_MASK_THREADS, len(matchers), ends[-1] // _MASKS_A_THREAD))
@@ -136,7 +134,8 @@ class Vocabulary:
 
 
 def _fill(matchers: Sequence["Matcher"], drafts: Sequence[Sequence[int]], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The next token's masks of all, then as many behind drafts as there is time for; those that were made."""
+    """Next-token masks first, then masks after drafted tokens until the time budget ends; returns
+    the filled rows."""
     for matcher, bits in zip(matchers, masks, strict=True):
         matcher.fill(bits[0])
     until = time.thread_time() + _AHEAD_S
@@ -145,8 +144,8 @@ def _fill(matchers: Sequence["Matcher"], drafts: Sequence[Sequence[int]], masks:
 
 
 class Matcher:
-    """One reply's state in its grammar. `mask_s`: the CPU seconds that its last mask took. `frees`: any token may come behind its
-    end."""
+    """One reply's state in its grammar. `mask_s`: CPU seconds of its last mask. `frees`: any token
+    may follow its end."""
 
     def __init__(self, matcher: LLMatcher, size: int, *, frees: bool = False) -> None:
         self.inner = matcher
@@ -161,24 +160,21 @@ class Matcher:
         return self.inner.is_accepting()
 
     def mask(self) -> np.ndarray:
-        """int32 [words]: a bit a token id, the lowest first: whether it may come next; an end id where the reply may end.
-
-        Raises GenerationFailed where no token may: the vocabulary cannot write what the grammar wants.
-        """
+        """int32 [words], a bit a token id, lowest first; an end id where the reply may end.
+        GenerationFailed: no token is allowed."""
         bits = np.zeros(mask_words(self._size), np.int32)
         self.fill(bits)
         self.check(bits)
         return bits
 
     def fill(self, bits: np.ndarray) -> None:
-        """Writes the mask into int32 [words]."""
         began = time.thread_time()
         self.inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self.mask_s = time.thread_time() - began
 
     def fill_ahead(self, drafts: Sequence[int], masks: np.ndarray, until: float) -> int:
-        """Writes masks behind each draft as if it came, int32 [1 + drafts, words], whose first is there; how many: up to a draft
-        that may not come, or ends the reply, or a mask that cannot be made, or the time `until` of this thread's CPU."""
+        """Write masks after each draft, int32 [1 + drafts, words], the first given; returns their
+        number. A forbidden draft or the CPU time `until` ends it."""
         ahead = self.inner.deep_copy()
         for count, token in enumerate(drafts, 1):
             if ahead.is_stopped() or not allows(masks[count - 1], token) or time.thread_time() > until:
@@ -193,17 +189,17 @@ class Matcher:
         return len(drafts)
 
     def check(self, bits: np.ndarray) -> None:
-        """Raises GenerationFailed where making this mask failed, or no token may come."""
+        """GenerationFailed: the mask failed, or allows no token."""
         self._check()
         if not bits.any():
             raise GenerationFailed("no token of this model can go on as the grammar wants")
 
     def fresh(self, *, frees: bool) -> "Matcher":
-        """Another at the beginning of the same grammar, which this one must not have left."""
+        """A copy at the beginning of the grammar, where this one must be."""
         return Matcher(self.inner.deep_copy(), self._size, frees=frees)
 
     def consume(self, token: int) -> None:
-        """Go on by a token that was sampled. Raises GenerationFailed if its mask forbids it."""
+        """Advance by a sampled token. GenerationFailed if its mask forbids it."""
         self.inner.consume_token(token)
         self._check()
 
@@ -220,7 +216,6 @@ def _bits_of(tokens: Sequence[int], size: int) -> np.ndarray:
 
 
 def _random_token(mask: np.ndarray, rng: random.Random) -> int:
-    """One of the tokens that the mask allows."""
     word = rng.choice(np.flatnonzero(mask).tolist())
     bits = int(mask[word]) & 0xFFFFFFFF
     return 32 * word + rng.choice([bit for bit in range(32) if bits >> bit & 1])
@@ -234,8 +229,6 @@ def _sentence(error: str) -> str:
 
 @dataclass
 class _Pieces:
-    """What llguidance reads of a tokenizer."""
-
     tokens: list[bytes]
     special_token_ids: list[int]
     eos_token_id: int
@@ -243,5 +236,5 @@ class _Pieces:
     is_tokenizer_wrapper: bool = True
 
     def __call__(self, _: str) -> list[int]:
-        """Asked for by grammars alone that force tokens: ours do not (`engine.front.grammar`)."""
+        """Called only for grammars that force tokens, which ours do not (`engine.front.grammar`)."""
         return []

@@ -1,4 +1,4 @@
-"""What a checkpoint has for media: by their kind, the shape of the encoder that takes them."""
+"""A checkpoint's encoders, by kind of media."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ MediaGeometries = Mapping[MediaKind, MediaGeometry]  # of encoders, by the kind 
 
 
 def read_encoders(folder: Path) -> MediaGeometries:
-    """Reads the encoders of the checkpoint, by kind. CheckpointError names the key that is wrong."""
+    """CheckpointError names the wrong key."""
     vision = read_vision(folder)
     encoders: dict[MediaKind, MediaGeometry | None] = {"image": vision, "video": vision, "audio": read_audio(folder)}
     return {kind: geometry for kind, geometry in encoders.items() if geometry is not None}

@@ -1,4 +1,4 @@
-"""The memory arithmetic of the KV cache: how many bytes it may take, and how many pages each group gets. No torch."""
+"""The memory arithmetic of the KV cache. No torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,8 +26,8 @@ ENCODER_CACHE_BYTES = 256 << 20  # of encoders' outputs that a rank keeps
 
 
 def kv_budget(config: EngineConfig, total: int, used: int) -> int:
-    """Returns the bytes that a rank may spend on all pools: on a CPU its part of CPU_BYTES; on a GPU, of whose `total` bytes `used`
-    are taken, what `memory_fraction` leaves beside `reserved_bytes`, below zero when nothing is left."""
+    """A part of CPU_BYTES on a CPU; on a GPU, with `used` of `total` bytes taken, what
+    `memory_fraction` leaves without `reserved_bytes`, perhaps below zero."""
     if config.device == "cpu":
         return CPU_BYTES // config.tp
     return int(total * config.memory_fraction) - used - reserved_bytes(config)
@@ -59,8 +59,8 @@ def unpacked_bytes(config: EngineConfig) -> int:
 
 
 def inbox_rows(config: EngineConfig, geometry: Geometry) -> int:
-    """Returns up to how many rows of a step are summed over inboxes (`kernels.fused_allreduce_norm`): all decode rows, and prompts'
-    too where no rank needs all rows of the residual."""
+    """Most rows of a step that are summed over inboxes: all decode rows, and prompts' with sequence
+    parallelism."""
     own = sequence_rows(config, geometry)
     most = min(own.start, own.stop) - 1 if own.stop else buckets(config.max_seqs)[-1] * config.widest
     return min(most, INBOX_BYTES // _inbox_row_bytes(config, geometry))
@@ -71,7 +71,7 @@ def _inbox_row_bytes(config: EngineConfig, geometry: Geometry) -> int:
 
 
 def exchange_bytes(config: EngineConfig, geometry: Geometry) -> int:
-    """Returns the bytes of what ranks write into each other's memory, as `AllReduceInbox.bytes` and `SequenceParallel.bytes` do."""
+    """As `AllReduceInbox.bytes` and `SequenceParallel.bytes`."""
     if config.tp == 1:
         return 0
     rows = sequence_rows(config, geometry)
@@ -80,8 +80,7 @@ def exchange_bytes(config: EngineConfig, geometry: Geometry) -> int:
 
 
 def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
-    """Returns the bytes that a soft token takes while it is made: in an MLP, or where pixels become numbers; in attention of audio,
-    where each row has the keys and values that it sees, in fp32."""
+    """Peak bytes of a soft token in an encoder, in fp32."""
     if isinstance(encoder, AudioGeometry):
         return 4 * encoder.features * (encoder.unified or 4) + 4 * encoder.hidden * (3 * encoder.reach + 8) * (not encoder.unified)
     width = 4 * (encoder.hidden + encoder.layers[0].intermediate) * itemsize + 8 * encoder.hidden
@@ -89,15 +88,14 @@ def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
 
 
 def sampling_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
-    """Returns the bytes that a rank takes for sampling once its pools are sized: `adjustment_bytes`; the logits of a step's rows,
-    `width` a sequence, in the memory of captured steps and in that of eager ones, and there once more, as they were, for rows with
-    logprobs; and PIECES of logits."""
+    """`adjustment_bytes`; three copies of a step's logits, `width` rows a sequence (captured,
+    eager, and originals for logprobs); PIECES of logits."""
     logits = 4 * buckets(max_seqs)[-1] * width * vocab_share(vocab, tp)
     return adjustment_bytes(max_seqs, vocab, tp, width) + 3 * logits + 4 * PIECES * PIECE_LOGITS
 
 
 def adjustment_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
-    """Returns the bytes of the tables of adjusted logits, of all slots and the padding's
+    """Bytes of the tables of adjusted logits, of all slots and the padding's
     (`kernels.sampling_batch.SlotAdjustments`)."""
     share = vocab_share(vocab, tp)
     words = max(((rank + 1) * share - 1 >> 5) - (rank * share >> 5) + 1 for rank in range(tp))
@@ -106,8 +104,8 @@ def adjustment_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
 
 
 def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
-    """Returns the pages of each KV group: as configured, else what fits `kv_bytes`, the least that any rank has left. ConfigError
-    if that is below zero, or too little."""
+    """Pages of each KV group: as configured, else what fits `kv_bytes`, the least of any rank.
+    ConfigError: too little."""
     if kv_bytes < 0:
         raise ConfigError(
             f"weights do not fit: they, and what is reserved for sampling and encoders, take {-kv_bytes / 2**30:.2f} GiB more of a "
@@ -122,17 +120,16 @@ def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
 
 
 def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int]) -> int:
-    """Returns the tokens of the longest sequence, prompt and output, that pools of so many pages (null page included) hold while
-    nothing else runs. Full attention decides: a sliding pool holds at least one whole window. The last token needs no page."""
+    """Tokens of the longest sequence that the pools hold alone. Full attention decides. The last
+    token needs no page."""
     return (pages[-1] - 1) * groups[-1].page + 1
 
 
 def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available: int) -> tuple[int, ...]:
-    """Returns the pages of each group, null page included, for one rank that may spend `bytes_available` on all pools.
+    """Pages of each group, null page included, for one rank. ConfigError with the numbers.
 
-    Sized by need: a sliding group gets what all slots and the budgets of the plans that are out can hold at once, and a window for
-    each conversation that the cache is to hold beside them; a full group what is left, and none more than sequences of `max_len`
-    tokens fill. ConfigError, with the numbers, if not even one page of a full group fits.
+    A sliding group gets what all slots and plans in flight can hold, and a window for each cached
+    conversation; a full group the rest, at most `max_seqs` sequences of `max_len`.
     """
     *sliding, full = groups
     spent = sum(_sliding_pages(group, config) * group.page_bytes for group in sliding)
@@ -143,8 +140,8 @@ def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available:
             f"sequences (max_seqs) and {DEPTH} x prefill_budget take {spent / 2**20:.1f} MiB, and full attention needs "
             f"{2 * full.page_bytes / 2**20:.1f} MiB at least; lower max_seqs or prefill_budget, or raise tp or memory_fraction"
         )
-    # Without windows of its own the cache would be worth nothing whenever all slots run: what it has of full pages is found only up
-    # to a place with a window before it. So it gets those of as many conversations as fit beside the slots, one a slot at most.
+    # Reserve one cached window per conversation, up to `max_seqs`: full pages are found only up to a place with a window before it,
+    # so the cache would be worth nothing whenever all slots run.
     slots, tails = config.max_seqs, sum(_window_pages(group) * group.page_bytes for group in sliding)
     usual = -(-min(config.max_len, CACHED_TOKENS) // full.page) * full.page_bytes
     cached = max(0, min(slots, (left - slots * usual) // (tails + usual))) if config.prefix_cache else 0
@@ -164,6 +161,5 @@ def _sliding_pages(group: KVGroup, config: EngineConfig) -> int:
 
 
 def _window_pages(group: KVGroup) -> int:
-    """Returns the pages of a sliding group for the window that a cached prefix ends with."""
     assert group.window is not None
     return -(-(group.window - 1) // group.page)

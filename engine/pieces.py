@@ -1,4 +1,4 @@
-"""A checkpoint's vocabulary by its files: what each token id stands for, which ids are control tokens, which end a reply."""
+"""A checkpoint's vocabulary: the text of each token id, control tokens, and end ids."""
 
 import json
 import re
@@ -19,14 +19,14 @@ _DECODERS = ["Replace", "ByteFallback", "Fuse"]
 
 @dataclass(frozen=True)
 class Pieces:
-    """The vocabulary as output: per id its text, or one byte; `special` ids are control tokens."""
+    """The vocabulary as output: per id its text, or one byte. `special`: control tokens."""
 
     table: tuple[str | bytes, ...]
     special: frozenset[int]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
-        """Reads the whole vocabulary once. Raises CheckpointError for a decoder chain other than Gemma's."""
+        """CheckpointError for a decoder chain other than Gemma's."""
         space = _space_symbol(tokenizer)
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         table: list[str | bytes] = [""] * (max(vocab.values(), default=-1) + 1)
@@ -36,7 +36,7 @@ class Pieces:
         return cls(tuple(table), frozenset(control_ids(tokenizer).values()))
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that one token stands for; a byte piece's single byte need not be valid UTF-8."""
+        """The UTF-8 bytes of one token; a byte piece need not be valid UTF-8."""
         piece = self[token_id]
         return piece if isinstance(piece, bytes) else piece.encode()
 
@@ -45,7 +45,7 @@ class Pieces:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """The checkpoint's. Raises CheckpointError where there is none, or it cannot be read."""
+    """CheckpointError: absent or unreadable."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; Quartet needs the fast tokenizer's tokenizer.json")
@@ -56,7 +56,8 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def control_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Name -> id of the control tokens: added tokens flagged special, and any that look like it (<|x>, <x|>, <|x|>)."""
+    """Control tokens, name -> id: added special tokens, and those of their form (<|x>, <x|>,
+    <|x|>)."""
     added = tokenizer.get_added_tokens_decoder().items()
     control = {t.content: number for number, t in added if t.special or _CONTROL_SHAPE.fullmatch(t.content)}
     if not control or min(map(len, control)) == 1:
@@ -65,7 +66,7 @@ def control_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def as_plain(tokenizer: Tokenizer, control: Mapping[str, int]) -> Tokenizer:
-    """The same tokenizer, reading control tokens as plain text: they are cut out before it sees any."""
+    """The tokenizer, reading control tokens as plain text; texts are cut at them before."""
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in control])
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -74,7 +75,7 @@ def as_plain(tokenizer: Tokenizer, control: Mapping[str, int]) -> Tokenizer:
 
 
 def _space_symbol(tokenizer: Tokenizer) -> str:
-    """The symbol that stands for a space, once the decoder is seen to be the chain that `Detokenizer` implements."""
+    """The symbol for a space, after checking that `Detokenizer` implements the decoder chain."""
     state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
     chain = state.get("decoders", [])
     replace = chain[0] if [step.get("type") for step in chain] == _DECODERS else {}
@@ -85,7 +86,7 @@ def _space_symbol(tokenizer: Tokenizer) -> str:
 
 
 def read_eos(folder: Path) -> tuple[int, ...]:
-    """The ids that end a reply, of a checkpoint; none where no file names any. CheckpointError: one is not of the model's."""
+    """The ids that end a reply, perhaps none. CheckpointError: outside the model's vocabulary."""
     config = read_optional(folder / "config.json")
     for source in (generation_config(folder), config, config.get("text_config") or {}):
         if ids := token_ids(folder, "eos_token_id", source.get("eos_token_id")):

@@ -1,29 +1,25 @@
-"""What crosses between core and ranks, and its bytes: StepPlan (core -> ranks), StepResult (rank 0 -> core).
+"""StepPlan (core -> ranks) and StepResult (rank 0 -> core), and their bytes.
 
-All little-endian, every section 4-byte aligned: header and fixed-width sections are one run of int32 that a rank copies to its
-device as it is.
+Little-endian; header and fixed-width sections are one run of int32 that a rank copies to its
+device.
 
     StepPlan    header [16] | rows [n,3] | chunks [n,6] | appends [n,4] | releases [n,4] | zeros [n,2] | spans [n,2] | encodes [n,4]
                 | admissions, msgpack
     StepResult  header | table [n,4 + W + D] | logprobs of tokens by row, and of prompts, msgpack
 
-    plan header, int32: 0, flags, step (two words), the number of rows of each section, bytes of admissions; drafts; the rest
-              0
-    drafts    that ranks make behind each sequence of the step that gets a token
-    rows      slot, width, flags       decode rows: the next token and width - 1 drafts; ROW_MASKED: not every token may come
+    plan header, int32: 0, flags, step (two words), rows of each section, bytes of admissions; drafts; 0 ...
+    rows      slot, width, flags       decode rows: the next token and width - 1 drafts
     chunks    slot, start, end, first_logit, first span, spans       positions [start, end) of a prompt, of which those from
               first_logit on want logits (none, if it is end); the last one's give the token at `end`
     appends   group, slot, entry, page          that entry of the slot's table row in the group becomes `page`
     releases  group, slot, first, count         entries [first, first + count) there become the null page
-    zeros     group, page                       what the page held was not finite: it is zeroed before the step writes to it
-    spans     begin, end                        positions of a chunk that see each other both ways; a chunk names its own
-    encodes   slot, first position, rows, item  an item of media to encode, for so many positions of the slot
-    table     slot, number & NUMBER_MASK, tokens given (0 to the row's width), flags, tokens, drafts; W: width of the widest row;
-              D: drafts made behind each sequence, if the plan is masked: masks of the next step are made for them
+    zeros     group, page                       a page to be zeroed before the step writes to it
+    spans     begin, end                        positions of a chunk that attend bidirectionally
+    encodes   slot, first position, rows, item  a media item to encode
+    table     slot, number & NUMBER_MASK, tokens given, flags, W tokens, D new drafts, if the plan is masked
 
-A plan is a diff: a decode row does not name its position (the device holds its length), a page is named once when it is appended.
-A plan means: releases, then admissions (which clear a slot's table rows), then appends and zeros; then chunks and decode rows run
-as one forward. Ranks clear rows before releases, which comes to the same: both write the null page.
+A plan is a diff: releases, admissions (which clear table rows), appends and zeros, then one
+forward.
 """
 
 import struct
@@ -57,7 +53,7 @@ SECTIONS = {"rows": 3, "chunks": 6, "appends": 4, "releases": 4, "zeros": 2, "sp
 RESULT_HEAD = 4  # int32 of a result's row in front of its tokens
 DEPTH = 2  # plans out at a time: one running, one queued
 MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
-MAX_PARAMS = 1 << 13  # numbers of four bytes that an admission takes beside its tokens and pages: 5 bytes an id, 14 a bias
+MAX_PARAMS = 1 << 13  # numbers of four bytes that an admission takes without its tokens and pages: 5 bytes an id, 14 a bias
 MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has: up to 1.3 MiB of a ring record
 
 _PLAN = struct.Struct(f"<4xIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SECTIONS) - 2)}x")
@@ -65,8 +61,8 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int, int]]).decode
 _RESULT = struct.Struct("<IQIII")
 _LOGPROBS_BYTES = 13 + 15 * MAX_ALTERNATIVES  # that Logprobs take at most
-_LOGPROBS_ROW_BYTES = 10  # that a row's logprobs take at most beside them
-PROMPT_ROW_BYTES = 28  # that a PromptRow takes at most beside its words
+_LOGPROBS_ROW_BYTES = 10  # of a row's logprobs, at most, without its tokens'
+PROMPT_ROW_BYTES = 28  # of a PromptRow, at most, without its words
 
 FLAG_STOP = 1
 FLAG_MASKED = 2
@@ -77,7 +73,7 @@ NUMBER_MASK = 0x7FFFFFFF  # of an admission's number, what a result row carries
 
 
 def in_result_order(chunks: Iterable[T], rows: Iterable[T]) -> list[T]:
-    """Return what belongs to the rows of a result, in their order: chunks that give a token come first, then decode rows."""
+    """The order of a result's rows: chunks that give a token, then decode rows."""
     return [*chunks, *rows]
 
 
@@ -91,25 +87,19 @@ class Admission(NamedTuple):
     """
 
     slot: int
-    number: int
-    tokens: Sequence[int]
-    prompt: int
+    number: int  # grows with every admission
+    tokens: Sequence[int]  # all so far, generated ones too
+    prompt: int  # tokens of the prompt, from which `params.min_tokens` counts
     params: SamplingParams
-    cached: int = 0
+    cached: int = 0  # positions whose K and V are in its pages
     adapter: int = NO_ADAPTER
 
 
 class StepPlan(msgspec.Struct):
-    """One step for every rank.
-
-    `masked`: in some rows not every token may come; the step's StepMasks say which. `drafts`: how many ranks make after the token
-    of each sequence. `media`: the items of its encodes, which go another way (`engine.step_media`).
-    """
-
     step: int
     stop: bool = False
-    masked: bool = False
-    drafts: int = 0
+    masked: bool = False  # StepMasks limit some rows
+    drafts: int = 0  # to make after each sequence's token
     rows: Section = []
     chunks: Section = []
     appends: Section = []
@@ -118,30 +108,25 @@ class StepPlan(msgspec.Struct):
     spans: Section = []
     encodes: Section = []
     admissions: list[Admission] = []
-    media: list[MediaItem] = []
+    media: list[MediaItem] = []  # sent apart (`engine.step_media`)
 
     @property
     def result_slots(self) -> list[int]:
-        """Slot of each result row."""
         sampling = [slot for slot, _, end, first_logit, *_ in self.chunks if first_logit < end]
         return in_result_order(sampling, [slot for slot, *_ in self.rows])
 
     @property
     def prompt_tokens(self) -> int:
-        """Positions of its chunks."""
         return sum(end - start for _, start, end, *_ in self.chunks)
 
 
 class PlanView(NamedTuple):
-    """A plan as a rank reads it: a section is int32 [n, numbers of a row] over the record's bytes, no object a row.
-
-    fixed  int32, header and fixed-width sections as they lie in the record: what is copied to the device
-    """
+    """A plan as a rank reads it: sections are int32 [n, numbers of a row] over the record's bytes."""
 
     step: int
     masked: bool
     drafts: int
-    fixed: np.ndarray
+    fixed: np.ndarray  # int32, header and fixed-width sections, copied to the device
     rows: np.ndarray
     chunks: np.ndarray
     appends: np.ndarray
@@ -153,18 +138,16 @@ class PlanView(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Tokens of the widest decode row; 1 if there are none."""
         return int(self.rows[:, 1].max(initial=1))
 
     @property
     def result_slots(self) -> np.ndarray:
-        """Slot of each result row, int32."""
         return np.concatenate(in_result_order([self.chunks[self.chunks[:, 3] < self.chunks[:, 2], 0]], [self.rows[:, 0]]))
 
 
 class ResultRow(NamedTuple):
-    """What one result row gave, with the logprobs of its tokens, if it reports them. Without tokens nothing was sampled: `nan`, the
-    logits held NaN; `empty`, every id was forbidden."""
+    """One result row. Without tokens nothing was sampled: `nan`, the logits had NaN; `empty`, every
+    id was forbidden."""
 
     slot: int
     number: int
@@ -175,7 +158,7 @@ class ResultRow(NamedTuple):
 
 
 class PromptRow(NamedTuple):
-    """What a prefill chunk of an admission that asks for `prompt_logprobs` gave: `number` as in a result row."""
+    """Prompt logprobs of a chunk; `number` as in a result row."""
 
     slot: int
     number: int
@@ -186,47 +169,37 @@ _decode_reports = msgspec.msgpack.Decoder(tuple[dict[int, list[Logprobs]], list[
 
 
 def has_numbers(logprobs: PromptLogprobs) -> bool:
-    """Returns whether each token's logprob is a number, -inf among them: where a logit was NaN it is not."""
+    """Whether no logprob is NaN; -inf is a number."""
     words = np.frombuffer(logprobs.words, "<f4").reshape(logprobs.count, -1)
     return not np.isnan(words[:, 0]).any()
 
 
 class StepResult(NamedTuple):
-    """Rank 0 -> core, one a plan that had rows or not, in plan order.
-
-    table     int32 [n, 4 + W + D], in the order of the plan's result rows
-    logprobs  of the rows that report them, one a token
-    prompts   of the chunks that report logprobs of prompt tokens, in the plan's order
-    ended     the last transfer that has ended: the number of plans with encodes, since boot, whose encodes have ended
-    took_us   microseconds of rank 0's device for the step, and without work before it (`Launched`); 0: not known
-    """
+    """Rank 0 -> core, one for every plan, in order."""
 
     step: int
-    table: np.ndarray
-    logprobs: Mapping[int, Sequence[Logprobs]]
-    prompts: Sequence[PromptRow]
-    ended: int
-    took_us: int
+    table: np.ndarray  # int32 [n, 4 + W + D], in the order of result rows
+    logprobs: Mapping[int, Sequence[Logprobs]]  # of rows that report them, one a token
+    prompts: Sequence[PromptRow]  # of chunks that report prompt logprobs, in order
+    ended: int  # plans with encodes since boot whose encodes have ended
+    took_us: int  # microseconds of rank 0's device, and idle before (`Launched`); 0: unknown
 
     def split(self, decode_rows: int) -> tuple[range, range]:
-        """Return the indices of the rows of chunks, and of so many decode rows (`in_result_order`)."""
         first = len(self.table) - decode_rows
         return range(first), range(first, len(self.table))
 
     def row(self, index: int) -> ResultRow:
-        """Returns one row as an object."""
         slot, number, count, flags, *tokens = self.table[index].tolist()
         nan, empty = bool(flags & ROW_NAN), bool(flags & ROW_EMPTY)
         return ResultRow(slot, number, tuple(tokens[:count]), nan, self.logprobs.get(index, ()), empty)
 
 
 def single_rows(slots: Iterable[int]) -> Section:
-    """Returns decode rows of these slots, of one token each."""
+    """Decode rows of one token each."""
     return [(slot, 1, 0) for slot in slots]
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """Returns the bytes of `plan`; `read_plan` reads them."""
     flags = FLAG_STOP * plan.stop | FLAG_MASKED * plan.masked
     sections = [getattr(plan, name) for name in SECTIONS]
     admitted = [new._replace(tokens=pack_tokens(new.tokens), params=_sent(new.params)) for new in plan.admissions]
@@ -241,8 +214,7 @@ def _packed(section: Section) -> bytes:
 
 
 def largest_plan(seqs: int, max_len: int, budget: int, page: int, groups: int, *, width: int) -> int:
-    """Returns the bytes that no plan of the core exceeds: `seqs` sequences, rows of up to `width` positions, and `budget` prompt
-    tokens, each perhaps a media item with a span."""
+    """Upper bound of a plan's bytes; each prompt token may be a media item with a span."""
     budget = max(budget, MAX_SPAN)
     admission = max_len + MAX_PARAMS + 4 * groups * (max_len // page + 1)
     held = most_appends(seqs, budget, page, groups, width)
@@ -251,33 +223,30 @@ def largest_plan(seqs: int, max_len: int, budget: int, page: int, groups: int, *
 
 
 def most_appends(seqs: int, budget: int, page: int, groups: int, width: int) -> int:
-    """Returns how many appended pages no plan exceeds in its rows and chunks, of which each sequence has one; those that an
-    admission brings are counted with it."""
+    """Upper bound of appended pages for rows and chunks; an admission's are counted with it."""
     return groups * (budget // page + seqs * -(-width // page))
 
 
 def largest_result(seqs: int, width: int) -> int:
-    """Returns the bytes that no step's result exceeds: a row of `width` tokens for each of `seqs` sequences, with as many drafts
-    behind it, and MAX_SCORED prompt tokens, all tokens with logprobs."""
+    """Upper bound of a result's bytes, all tokens with logprobs."""
     tokens = width * (8 + _LOGPROBS_BYTES)
     rows = seqs * (4 * RESULT_HEAD + tokens + _LOGPROBS_ROW_BYTES + PROMPT_ROW_BYTES)
     return _RESULT.size + rows + MAX_SCORED * token_bytes(MAX_ALTERNATIVES)
 
 
 def admission_size(tokens: int, params: SamplingParams, pages: int) -> int:
-    """Returns how many numbers of four bytes an admission, and the appends of pages that it shares with a cached prefix, take in a
-    plan at most."""
+    """Upper bound of an admission's four-byte numbers, with appends of its cached pages."""
     return 16 + tokens + len(_encode(_sent(params))) // 4 + 4 * pages
 
 
 def read_header(data: bytes) -> tuple[bool, bool]:
-    """Returns `stop` and `masked` of the plan in `data`."""
+    """`stop` and `masked` of a plan."""
     flags, *_ = _PLAN.unpack_from(data)
     return bool(flags & FLAG_STOP), bool(flags & FLAG_MASKED)
 
 
 def read_plan(data: bytes) -> PlanView:
-    """Read the plan in `data`, in place; raises ValueError when its length is wrong."""
+    """Read a plan in place. ValueError: wrong length."""
     flags, step, *counts, size, drafts = _PLAN.unpack_from(data)
     sections, end = {}, HEADER
     for (name, width), count in zip(SECTIONS.items(), counts, strict=True):
@@ -299,7 +268,6 @@ def _ids(data: bytes) -> Sequence[int]:
 
 
 def _sent(params: SamplingParams) -> SamplingParams:
-    """Returns the parameters without what ranks do not read: masks are made in the core."""
     return msgspec.structs.replace(params, max_tokens=0, grammar=None, thought=None)
 
 
@@ -310,19 +278,18 @@ def encode_rows(
     prompts: Sequence[PromptRow] = (),
     ended: int = 0,
 ) -> bytes:
-    """Returns the bytes of a result; the arguments are as in StepResult."""
     reports = _encode((logprobs, prompts))
     header = _RESULT.pack(0, step, len(table), table.shape[1] - RESULT_HEAD, ended)
     return b"".join([header, table.tobytes(), reports])
 
 
 def with_time(result: bytes, took_us: int) -> bytes:
-    """Returns the bytes of a result with what its step took, which replays of it do not."""
+    """The result with its step's time, which replays lack."""
     return struct.pack("<I", took_us) + result[4:]
 
 
 def decode_result(data: bytes) -> StepResult:
-    """Read the result in `data`, in place; raises an error when its length is wrong."""
+    """Read a result in place. Raises for a wrong length."""
     took_us, step, n_rows, width, ended = _RESULT.unpack_from(data)
     columns = RESULT_HEAD + width
     table = np.frombuffer(data, np.int32, n_rows * columns, _RESULT.size).reshape(n_rows, columns)

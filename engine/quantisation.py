@@ -1,4 +1,4 @@
-"""Which format each matrix of a checkpoint has: read once from config.json, or hf_quant_config.json. No torch."""
+"""The format of each matrix of a checkpoint, from config.json or hf_quant_config.json. No torch."""
 
 import re
 from collections.abc import Iterable
@@ -25,22 +25,16 @@ _IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert")  # lists of p
 
 @dataclass(frozen=True)
 class Quantisation:
-    """A format for each matrix of a checkpoint.
+    """A format for each matrix of a checkpoint."""
 
-    groups   targets and the format of matrices that one of them names: names, patterns (`re:`), `*`, or all (`Linear`)
-    ignored  names and patterns of plain matrices
-    fused    the experts of a layer are one tensor; else there is one for each expert
-    notes    what of config.json has no effect, a sentence each
-    """
-
-    groups: Groups = ()
-    ignored: tuple[str, ...] = ()
-    fused: bool = True
-    notes: tuple[str, ...] = ()
+    groups: Groups = ()  # targets (names, `re:` patterns, `*`, or `Linear` for all) and the format of their matrices
+    ignored: tuple[str, ...] = ()  # names and patterns of plain matrices
+    fused: bool = True  # a layer's experts are one tensor, else one each
+    notes: tuple[str, ...] = ()  # settings without effect, a sentence each
 
     @property
     def name(self) -> str:
-        """The names of the formats in FORMATS; `plain` if no matrix is quantised."""
+        """Format names of FORMATS, or `plain`."""
         held = {weights.weight for _, weights in self.groups}
         return ", ".join(name for name, formats in FORMATS.items() if formats[0].weight in held) or "plain"
 
@@ -51,14 +45,15 @@ class Quantisation:
         return next((weights for targets, weights in self.groups if _ALL in targets or _names(targets, matrix)), PLAIN)
 
     def is_unused(self, name: str) -> bool:
-        """Whether a tensor is a scale that is not needed: of KV pages in fp8, or of the activations of a quantised matrix."""
+        """Whether a tensor is an unneeded scale: of fp8 KV pages, or of a quantised matrix's
+        activations."""
         if not self.groups:
             return False
         matrix = _INPUT_SCALE.fullmatch(name)
         return _KV_SCALE.fullmatch(name) is not None or (matrix is not None and self.format_of(matrix[1]) is not PLAIN)
 
     def drawn(self) -> "Quantisation":
-        """The formats of a random checkpoint in place of this one."""
+        """The formats of a random checkpoint."""
         return replace(self, groups=tuple((targets, weights.drawn()) for targets, weights in self.groups))
 
 
@@ -66,10 +61,8 @@ UNQUANTISED = Quantisation()
 
 
 def read_quantisation(folder: Path, setting: str = "auto") -> Quantisation:
-    """The formats of the folder's matrices. setting: `auto`, or the name of the format that is wanted.
-
-    CheckpointError: no format reads the folder's, or it is not the one that is wanted.
-    """
+    """setting: `auto`, or a format's name. CheckpointError: unsupported, or another format than
+    asked."""
     config = read_optional(folder / "config.json")
     settings = _settings(folder, config)
     fused = not (_has_experts(config) and any(_ONE_EXPERT.search(name) for name in tensor_names(folder)))
@@ -88,7 +81,7 @@ def read_quantisation(folder: Path, setting: str = "auto") -> Quantisation:
 
 
 def _notes(settings: JsonObject, groups: Groups) -> Iterable[str]:
-    """What of the settings has no effect."""
+    """Settings without effect."""
     if any(weights.is_static for _, weights in groups):
         yield "the folder's static scales of activations are not used: each token's activations get a scale of their own"
     if asked := settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo"):
@@ -97,7 +90,6 @@ def _notes(settings: JsonObject, groups: Groups) -> Iterable[str]:
 
 
 def _format(folder: Path, scheme: str, setting: str) -> WeightFormat:
-    """The format that reads a scheme, if the setting allows it."""
     name, found = next(
         ((name, one) for name, formats in FORMATS.items() for one in formats if scheme in one.schemes), (None, PLAIN)
     )
@@ -110,7 +102,7 @@ def _format(folder: Path, scheme: str, setting: str) -> WeightFormat:
 
 
 def _settings(folder: Path, config: JsonObject) -> JsonObject | None:
-    """What the folder says of its quantisation; None: it is not quantised."""
+    """The folder's quantisation settings, or None."""
     said = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if said is None and (modelopt := read_optional(folder / "hf_quant_config.json")):
         said = {"quant_method": "modelopt", **(modelopt.get("quantization") or {})}
@@ -122,7 +114,6 @@ def _has_experts(config: JsonObject) -> bool:
 
 
 def _schemes(settings: JsonObject) -> Iterable[tuple[tuple[str, ...], str]]:
-    """Targets and the name of the scheme of each group of matrices."""
     method = str(settings.get("quant_method") or "an unnamed format")
     groups = settings.get("config_groups") or {}
     if method == "compressed-tensors":
@@ -143,7 +134,8 @@ def _schemes(settings: JsonObject) -> Iterable[tuple[tuple[str, ...], str]]:
 
 
 def _scheme(numbers: JsonObject) -> str:
-    """A kind of numbers in words: `8-bit float channel`, `4-bit int group of 32 asymmetric`, `8-bit float token dynamic`."""
+    """A scheme in words: `8-bit float channel`, `4-bit int group of 32 asymmetric`, `8-bit float
+    token dynamic`."""
     strategy = numbers.get("strategy") or ("group" if numbers.get("group_size") else "tensor")  # the defaults of compressed-tensors
     words = [f"{numbers.get('num_bits')}-bit", str(numbers.get("type")), strategy]
     if numbers.get("group_size") and strategy in ("group", "tensor_group"):
@@ -165,7 +157,8 @@ def _names(patterns: tuple[str, ...], matrix: str) -> bool:
 
 @cache
 def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
-    """The patterns' expressions, one for all wildcards: a checkpoint may have 40 000 matrices. CheckpointError names a bad one."""
+    """One expression for all wildcards, since a checkpoint may have 40 000 matrices.
+    CheckpointError names a bad pattern."""
     wildcards = [translate(pattern) for pattern in patterns if not pattern.startswith("re:") and "*" in pattern]
     found = [re.compile("|".join(wildcards))] if wildcards else []
     for pattern in patterns:

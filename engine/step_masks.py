@@ -1,8 +1,7 @@
-"""Masks of the tokens that may come in a step's masked rows: core -> ranks, in their own ring, a record for each `masked` plan.
+"""Masks of a step's masked rows: core -> ranks, in their own ring, a record for each `masked` plan.
 
-A record comes before its plan, or after it while ranks compute the step's forward. A row of the plan that is not in it is free:
-its sequence has ended, or needs no mask any more. A slot has as many masks, one behind the other, as its row is wide: of the next
-token, and behind each draft as if it came. Or fewer, the last of zeros: there no token comes, and the row ends before.
+A record may come before its plan, or during the step's forward. A missing row is free. A slot has a
+mask for its next token, then one after each draft; a last one of zeros ends the row.
 
     StepMasks   step u64, n u32, words u32 | slots int32 [n] | bits int32 [n, words]          little-endian
 """
@@ -19,11 +18,9 @@ _HEADER = struct.Struct("<QII")
 
 
 class StepMasks(NamedTuple):
-    """slots int32 [n];   bits int32 [n, words]: bit id % 32 of word id // 32 is set where token `id` may come."""
-
     step: int
-    slots: np.ndarray
-    bits: np.ndarray
+    slots: np.ndarray  # int32 [n]
+    bits: np.ndarray  # int32 [n, words]: bit id % 32 of word id // 32 is set where token `id` may come
 
 
 def mask_words(vocabulary: int) -> int:
@@ -32,30 +29,29 @@ def mask_words(vocabulary: int) -> int:
 
 
 def only(token: int, vocabulary: int) -> np.ndarray:
-    """int32 [words]: nothing but `token` may come."""
+    """int32 [words] that allows only `token`."""
     bits = np.zeros(mask_words(vocabulary), np.uint32)
     bits[token // 32] = 1 << token % 32
     return bits.view(np.int32)
 
 
 def allows(bits: np.ndarray, token: int) -> bool:
-    """Whether `token` may come by the mask `bits`, int32 [words]."""
+    """Whether the mask `bits`, int32 [words], allows `token`."""
     return bool(bits[token // 32] >> token % 32 & 1)
 
 
 def masks_capacity(count: int, vocabulary: int) -> int:
-    """Bytes of data of a ring whose records hold so many masks: every token of a step may have one."""
+    """Ring bytes for records of `count` masks."""
     return max(RING_BYTES, capacity_for(_HEADER.size + 4 * count * (1 + mask_words(vocabulary))))
 
 
 def encode_masks(step: int, masks: Mapping[int, np.ndarray], words: int) -> bytes:
-    """Bytes of the masks int32 [n, words] of a step's slots; `decode_masks` reads them."""
     slots = np.array([slot for slot, bits in masks.items() for _ in bits], np.int32)
     return b"".join([_HEADER.pack(step, len(slots), words), slots.tobytes(), *(bits.tobytes() for bits in masks.values())])
 
 
 def decode_masks(data: bytes) -> StepMasks:
-    """The masks in `data`, in place; raises ValueError when its length is wrong."""
+    """Read masks in place. ValueError: wrong length."""
     step, count, words = _HEADER.unpack_from(data)
     numbers = np.frombuffer(data, np.int32, offset=_HEADER.size)
     return StepMasks(step, numbers[:count], numbers[count:].reshape(count, words))

@@ -1,8 +1,7 @@
-"""Media items that a step encodes: core -> ranks, in a ring of their own, behind their plan and in the order of its `encodes`.
+"""Media items that a step encodes: core -> ranks, in their own ring, after their plan, in the order
+of `encodes`.
 
     message = msgpack of the items without their data, then records of up to RECORD_BYTES with the data of each in order
-
-A plan's message may be longer than the ring: ranks read on while the core writes.
 """
 
 from collections import deque
@@ -19,49 +18,45 @@ _decode = msgspec.msgpack.Decoder(tuple[MediaItem, ...]).decode
 
 
 def write_media(ring: RingWriter, items: Sequence[MediaItem]) -> None:
-    """Send a plan's items to the ranks. Waits while one is a whole ring behind."""
+    """Send a plan's items to the ranks. Waits while one is a whole ring late."""
     headers = encode_message([msgspec.structs.replace(item, data=b"") for item in items])
     for record in (memoryview(headers), *_records(item.data for item in items)):
         ring.write(ring.step + 1, record)
 
 
 class MediaReader:
-    """A rank's end: a plan's items, and then their data, before the next plan's. The replica bounds its waits (`step_timeout_s`).
-
-    left: memory of records that are not read yet
-    """
+    """A rank's end: a plan's items, then their data. The replica bounds its waits
+    (`step_timeout_s`)."""
 
     def __init__(self, ring: RingReader, waiter: Waiter) -> None:
         self._ring, self._waiter = ring, waiter
-        self.left = deque[memoryview]()
+        self.left = deque[memoryview]()  # of unread records
 
     def items(self) -> tuple[MediaItem, ...]:
-        """The next plan's items without their data; waits for them."""
+        """Wait for the next plan's items, without data."""
         while (record := self._ring.poll()) is None:
             self._waiter.wait()
         self._waiter.reset()
         return _decode(record[1])
 
     def read_into(self, buffers: Iterable[memoryview]) -> None:
-        """Have the data of these items read into memory of their sizes, by `advance` and `finish`."""
+        """Register memory for the items' data, filled by `advance` and `finish`."""
         self.left.extend(_records(buffers))
 
     def advance(self) -> bool:
-        """Read a record of data; False: none has come, or all are read."""
         if not self.left or (record := self._ring.poll()) is None:
             return False
         self.left.popleft()[:] = record[1]
         return True
 
     def finish(self) -> None:
-        """Read the data that are left; waits for them."""
+        """Wait for the remaining data."""
         while self.left:
             if not self.advance():
                 self._waiter.wait()
 
 
 def _records(items: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """Data of items, cut into records."""
     for data in items:
         for first in range(0, len(data), RECORD_BYTES):
             yield memoryview(data)[first : first + RECORD_BYTES]

@@ -1,9 +1,9 @@
-"""The sizes of steps: what a plan is padded to, and so which CUDA graphs are captured and which kernel variants run. No torch.
+"""Step sizes: what plans are padded to, and so which CUDA graphs and kernel variants run. No torch.
 
     plan: 700 rows in 3 chunks, 5 sequences decode  --StepShapes.padded-->  768 rows, 16 chunks, 8 sequences, 24 results
 
-Kernels choose their arithmetic by numbers of rows. A padded step has no number of rows but those listed here, so a `StepShapes`
-that lists one size is a mode in which every step is computed alike, whatever it holds.
+Kernels choose their arithmetic by row counts, so a `StepShapes` with one size computes every step
+alike.
 """
 
 import bisect
@@ -30,8 +30,8 @@ SEQUENCE_WORK = 1536 * 5376**2  # rows times hidden^2: with less all-reduces are
 
 
 class StepSizes(NamedTuple):
-    """The sizes of a step: rows of its chunks, chunks, sequences that decode, sequences that give results; width: tokens that a
-    sequence which decodes computes."""
+    """Rows of chunks, chunks, decoding sequences, sequences with results; width: tokens of a
+    decoding sequence."""
 
     prompts: int
     chunks: int
@@ -41,7 +41,7 @@ class StepSizes(NamedTuple):
 
     @classmethod
     def of(cls, plan: PlanView) -> "StepSizes":
-        """Counts the plan's own, unpadded."""
+        """The plan's own sizes."""
         if not len(plan.chunks):
             return cls.decoding(len(plan.rows), plan.width)
         tokens = plan.chunks[:, 2] - plan.chunks[:, 1]
@@ -49,27 +49,22 @@ class StepSizes(NamedTuple):
 
     @classmethod
     def decoding(cls, sequences: int, width: int = 1) -> "StepSizes":
-        """Returns those of a step of decode rows alone."""
+        """Those of a step of decode rows only."""
         return cls(0, 0, sequences, sequences, width)
 
 
 @dataclass(frozen=True)
 class StepShapes:
-    """The sizes of a rank's steps.
+    """The sizes of a rank's steps."""
 
-    sizes    that steps are padded to, ascending; on a GPU each is captured
-    prefill  most rows of chunks of a step;   longest  of them of one chunk
-    images   chunks may have tokens that see each other both ways
-    """
-
-    sizes: tuple[StepSizes, ...]
-    prefill: int
-    longest: int
-    images: bool = False
+    sizes: tuple[StepSizes, ...]  # padded sizes, ascending; each is captured on a GPU
+    prefill: int  # most chunk rows of a step
+    longest: int  # of one chunk
+    images: bool = False  # chunks may have bidirectional spans
 
     @classmethod
     def of(cls, config: EngineConfig) -> "StepShapes":
-        """Lists the sizes for a GPU; a CPU runs every number of decode rows, and chunks as they are."""
+        """The sizes for a GPU; a CPU runs every number of decode rows, and chunks unpadded."""
         images = config.geometry.bidirectional and bool(config.media)
         prefill = max(config.prefill_budget, min(MAX_SPAN, config.max_len) if images else 0)  # an image is computed at once
         longest = min(prefill, config.max_len)
@@ -84,17 +79,17 @@ class StepShapes:
 
     @cached_property
     def sequences(self) -> tuple[int, ...]:
-        """Numbers of sequences that decode, padded, ascending."""
+        """Padded numbers of decoding sequences, ascending."""
         return tuple(sorted({sizes.decodes for sizes in self.sizes if sizes.decodes}))
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """Tokens that a sequence computes in a decode step, padded, ascending."""
+        """Padded widths, ascending."""
         return tuple(sorted({sizes.width for sizes in self.sizes}))
 
     @property
     def padded_prompts(self) -> int:
-        """Most rows of chunks of a padded step; 0: steps with chunks are not padded."""
+        """Most chunk rows of a padded step; 0: steps with chunks are not padded."""
         return self.sizes[-1].prompts
 
     @property
@@ -103,12 +98,10 @@ class StepShapes:
         return self.sequences[-1] * self.widths[-1]
 
     def sequences_of(self, decodes: int) -> int:
-        """Returns the number of sequences that `decodes` of them are padded to."""
         return self.sequences[bisect.bisect_left(self.sequences, decodes)]
 
     def padded(self, has: StepSizes) -> StepSizes | None:
-        """Returns what a step of these sizes is padded to. None: it runs as it is, as it has no rows, or too many, or too many
-        chunks."""
+        """The padded sizes; None if the step has no rows, too many rows, or too many chunks."""
         if not has.prompts and not has.decodes:
             return None
         first = bisect.bisect_left(self.sizes, (has.prompts, 0, has.decodes))
@@ -118,29 +111,27 @@ class StepShapes:
         return None
 
     def unpadded(self, has: StepSizes) -> StepSizes:
-        """Returns the sizes of a step that runs as it is; its width is one that is compiled before requests come."""
         return has._replace(width=next(width for width in mixed_widths(self.widths) if width >= has.width))
 
     @property
     def warm_rows(self) -> tuple[int, ...]:
-        """Rows of chunks that run before requests come: powers of two and the most that there are. Each range of rows that kernels
-        have a tile for ends at twice its beginning, or later."""
+        """Chunk rows that run at boot: powers of two and the most. Kernel tiles cover wider ranges."""
         return (*(1 << power for power in range((self.longest - 1).bit_length())), self.longest)
 
 
 def buckets(max_seqs: int) -> tuple[int, ...]:
-    """Returns the row counts that decode steps of up to `max_seqs` rows are padded to, ascending; multiples of 64 above 256."""
+    """Padded row counts of decode steps, ascending; multiples of 64 above 256."""
     known = [*BUCKETS, *range(320, max_seqs + 64, 64)]
     return tuple(known[: bisect.bisect_left(known, max_seqs) + 1])
 
 
 def mixed_widths(widths: Sequence[int]) -> tuple[int, ...]:
-    """Returns the widths of decode rows beside chunks: every second one has graphs."""
+    """Widths of decode rows in steps with chunks: every second one has graphs."""
     return tuple(sorted({1, *widths[::-2]}))
 
 
 def prompt_rows(config: EngineConfig) -> list[int]:
-    """Lists the rows of chunks that steps are padded to, ascending."""
+    """Padded chunk rows, ascending."""
     geometry = config.geometry
     large = not all(layer.owns_kv for layer in geometry.layers) or bool(sequence_rows(config, geometry))
     most = min(config.prefill_budget, (LARGE_PROMPT_ROWS if large else PROMPT_ROWS)[-1])
@@ -148,7 +139,7 @@ def prompt_rows(config: EngineConfig) -> list[int]:
 
 
 def mixed_sizes(prompts: Sequence[int], sequences: int, widths: Sequence[int]) -> list[StepSizes]:
-    """Lists the sizes of steps with so many rows of chunks and up to so many sequences that decode, ascending."""
+    """Sizes of steps with chunks, ascending."""
     decodes = [rows for rows in DECODES_BESIDE_PROMPTS if rows < sequences] + [sequences]
     sizes = []
     for tokens, rows, width in product(prompts, decodes, mixed_widths(widths)):
@@ -159,7 +150,8 @@ def mixed_sizes(prompts: Sequence[int], sequences: int, widths: Sequence[int]) -
 
 
 def sequence_rows(config: EngineConfig, geometry: Geometry) -> range:
-    """Returns how many rows steps with prompts have whose ranks norm rows of their own (`kernels.sequence_parallel`)."""
+    """Row counts of steps with prompts that use sequence-parallel norms
+    (`kernels.sequence_parallel`)."""
     if config.tp == 1 or geometry.residual_is_read:
         return range(0)
     most = config.prefill_budget + buckets(config.max_seqs)[-1] * config.widest

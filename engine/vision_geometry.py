@@ -1,7 +1,8 @@
-"""The shape of a vision tower, or of the 12B's embedder, which has no layers: read from a checkpoint's `vision_config`.
+"""The shape of a vision tower, or of the 12B's embedder without layers, from `vision_config`. No
+torch.
 
-A picture is cut into patches of PATCH x PATCH pixels; CELL x CELL of them, a cell, give one soft token. No torch here: the core
-holds pictures to it, and `quartet plan` counts it.
+A picture is cut into patches of PATCH x PATCH pixels; a cell of CELL x CELL patches gives one soft
+token.
 """
 
 import math
@@ -29,31 +30,27 @@ LARGEST_PICTURE = 1120  # soft tokens that a picture may have
 
 @dataclass(frozen=True)
 class VisionGeometry(Geometry):
-    """A tower's; what it has no use for is its model's.
+    """A vision encoder; fields that it does not use are its model's.
 
-    model     hidden size of the model that reads its rows
     positions entries of its table, for each axis
-    unified   it is the 12B's embedder
-    standardize  its rows are shifted and scaled
     """
 
-    model: int
+    model: int  # hidden size of the model that reads its rows
     positions: int
-    unified: bool
-    standardize: bool
+    unified: bool  # it is the 12B's embedder
+    standardize: bool  # its rows are shifted and scaled
 
     @property
     def output(self) -> int:
-        """Width of what its tower yields."""
         return self.hidden
 
     @property
     def longest(self) -> int:
-        """Cells of a picture's side at most."""
+        """Most cells of a picture's side."""
         return self.positions // (1 if self.unified else CELL)
 
     def check(self, item: MediaItem) -> None:
-        """Raise InvalidRequest unless the item's data gives a row for each of its positions."""
+        """InvalidRequest unless the item has data for each of its positions."""
         *frames, height, width, channels = item.shape if len(item.shape) > 2 else (0, 0, 0)
         cells = math.prod(frames) * (height // SIDE) * (width // SIDE)
         if len(item.data) != math.prod(item.shape) or height % SIDE or width % SIDE or channels != 3:
@@ -63,7 +60,7 @@ class VisionGeometry(Geometry):
 
 
 def read_vision(folder: Path) -> VisionGeometry | None:
-    """The vision tower of the checkpoint in `folder`; None: it has none. CheckpointError names the key that is wrong."""
+    """The vision tower of a checkpoint, or None. CheckpointError."""
     return read_section(folder, "vision_config", _IMPLEMENTED, _geometry)
 
 

@@ -1,7 +1,6 @@
-"""The formats that matrices may be stored in, by name: the tensors of each, in a checkpoint and on a rank. No torch.
+"""The formats of stored matrices, by name: their tensors in a checkpoint and on a rank. No torch.
 
-Each has an entry here, and a class that ranks import, of the kind of `engine.rank.weight.Weight`.
-`engine.quantisation` says which matrix of a checkpoint has which.
+Each has an entry here, and a class derived from `engine.rank.weight.Weight`.
 """
 
 from collections.abc import Callable
@@ -9,67 +8,46 @@ from typing import Any, NamedTuple
 
 
 class StoredTensor(NamedTuple):
-    """One of the tensors that a matrix [..., m, n] is stored as.
-
-    name    of the rank's parameter
-    suffix  after the matrix's name in a checkpoint
-    block   rows and columns of the matrix that an element stands for; 0: all of them
-    dtype   on the rank; None: the model's
-    saved   dtypes that it may have in safetensors
-    draw    makes a random one of normal values of its shape, and n; None: it is drawn as the matrix is
-    """
-
-    name: str
-    suffix: str = ""
-    block: tuple[int, int] = (1, 1)
-    dtype: str | None = None
-    saved: tuple[str, ...] = ("BF16", "F16", "F32")
-    draw: Callable[[Any, int], Any] | None = None
+    name: str  # of the rank's parameter
+    suffix: str = ""  # after the matrix's name in a checkpoint
+    block: tuple[int, int] = (1, 1)  # rows and columns of the matrix for an element; 0: all of them
+    dtype: str | None = None  # on the rank; None: the model's
+    saved: tuple[str, ...] = ("BF16", "F16", "F32")  # allowed dtypes in safetensors
+    draw: Callable[[Any, int], Any] | None = None  # makes a random one from normal values of its shape, and n; None: as the matrix
 
     def shape(self, matrix: tuple[int, ...]) -> tuple[int, ...]:
-        """The tensor's shape, for a matrix of shape `matrix`."""
         sizes = zip(matrix[-2:], self.block, strict=False)
         return (*matrix[:-2], *(-(-size // unit) if unit else 1 for size, unit in sizes))
 
 
 class WeightFormat(NamedTuple):
-    """A format of matrices.
+    """A format of matrices."""
 
-    weight   `module:class` of a matrix on a rank
-    tensors  of a matrix, on a rank and, unless it is packed at load, in a checkpoint
-    schemes  of checkpoints that hold these tensors, as `engine.quantisation` names them
-    unread   of a matrix's tensors in a checkpoint, those that a rank does without, by their names after the module's
-    packer   `module:function` that makes the tensors of a plain matrix's rows; None: only checkpoints have them
-    source   the tensors of a matrix in a checkpoint, the values first; empty: those of a rank
-    reader   `module:function` that makes a rank's tensors of whole rows of the source's, whole blocks of them
-    is_static  the checkpoint has a scale for the activations of each matrix
-    """
-
-    weight: str
-    tensors: tuple[StoredTensor, ...]
-    schemes: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
-    packer: str | None = None
-    source: tuple[StoredTensor, ...] = ()
-    reader: str | None = None
-    is_static: bool = False
+    weight: str  # `module:class` of a matrix on a rank
+    tensors: tuple[StoredTensor, ...]  # on a rank and, unless it is packed at load, in a checkpoint
+    schemes: tuple[str, ...] = ()  # of checkpoints with these tensors, as `engine.quantisation` names them
+    unread: tuple[str, ...] = ()  # ignored tensors in a checkpoint, by name after the module's
+    packer: str | None = None  # `module:function` that packs rows of a plain matrix, or None
+    source: tuple[StoredTensor, ...] = ()  # tensors in a checkpoint, values first; empty: those of a rank
+    reader: str | None = None  # `module:function` that makes a rank's tensors from whole rows, in whole blocks, of the source's
+    is_static: bool = False  # the checkpoint has static activation scales
 
     @property
     def saved(self) -> tuple[StoredTensor, ...]:
-        """The tensors of a matrix in a checkpoint."""
+        """The tensors in a checkpoint."""
         return self.source or self.tensors
 
     @property
     def row_block(self) -> int:
-        """Rows that the reader takes a multiple of, but for the last ones."""
+        """Rows must come in multiples of this, except the last."""
         return max(tensor.block[0] for tensor in self.saved) or 1
 
     def packed_at_load(self) -> "WeightFormat":
-        """This format, made of a checkpoint's plain matrices."""
+        """This format, packed from plain matrices."""
         return self._replace(source=PLAIN.tensors, reader=self.packer)
 
     def drawn(self) -> "WeightFormat":
-        """The format whose checkpoint is drawn at random for it: a rank's own tensors, or a plain matrix."""
+        """The format for a random checkpoint: a rank's own tensors, or a plain matrix."""
         return self if self.source == PLAIN.tensors else self._replace(source=(), reader=None)
 
 
@@ -130,7 +108,7 @@ INT8 = WeightFormat(
 
 
 def int4(group: int, *, symmetric: bool) -> WeightFormat:
-    """Weights of four bits: columns in groups that share a scale and, unless they are symmetric, a zero point."""
+    """Four-bit weights: column groups share a scale and, unless symmetric, a zero point."""
     tensors: tuple[StoredTensor, ...] = (
         StoredTensor("values", "_packed", (1, 8), "int32", ("I32",), draw=_random_words),
         StoredTensor("scale", "_scale", (1, group), draw=lambda normal, n: 0 * normal + 1 / (4.6 * n**0.5)),
@@ -144,7 +122,6 @@ def int4(group: int, *, symmetric: bool) -> WeightFormat:
 
 
 def _random_words(normal: Any, _: int) -> Any:
-    """Integers of 32 bits, made of normal values."""
     return ((normal * (1 << 24)).long() * 2654435761 >> 16) % (1 << 32) - (1 << 31)
 
 

@@ -1,10 +1,10 @@
-"""Accepts draft tokens and makes a drafter's next inputs, between the sampling of a step and the first drafting pass.
+"""Accepts draft tokens and makes a drafter's inputs, after a step's sampling.
 
     sampled   s_0 s_1 .. s_W      s_i is the target's token after the row's input and draft tokens d_1 .. d_i
     accepted  s_0 .. s_a          a: the first i with s_i != d_{i+1}, or W; less if an earlier one is a stop id or has no token
 
-Equality with the target's own sample is exact at every temperature: a token's noise depends on seed, position and id only. The
-sequence's length advances by a. Its drafter starts from s_a and the hidden row that gave it.
+This is exact at every temperature, since a token's noise depends only on seed, position and id. The
+sequence's length grows by a.
 """
 
 from typing import NamedTuple
@@ -22,41 +22,30 @@ _COLUMNS = 2048  # of a hidden row copied at once
 
 
 class DraftInputs(NamedTuple):
-    """A drafter's n rows, one for each sequence, then padding.
+    """A drafter's n rows, one a sequence, then padding."""
 
-    ids        int32 [n]: the last accepted token, whose K and V are not computed yet
-    slots      int32 [n]
-    positions  int32 [1 + drafts, n]: of the last K and V, then of the input of each draft token; -1: padding
-    hidden     [n, m], the row that gave the last token; undefined for padding
-    """
-
-    ids: Tensor
-    slots: Tensor
-    positions: Tensor
-    hidden: Tensor
+    ids: Tensor  # int32 [n]: the last accepted token, whose K and V are not computed yet
+    slots: Tensor  # int32 [n]
+    positions: Tensor  # int32 [1 + drafts, n]: of the last K and V, then of the input of each draft token; -1: padding
+    hidden: Tensor  # [n, m], the row that gave the last token; undefined for padding
 
 
 class Verified(NamedTuple):
-    """Sequences of `width` sampled rows each, consecutive.
+    """Sequences of `width` consecutive sampled rows."""
 
-    chosen     int32 [n * width, 2]: each row's token, and its flags, 0 if it has one (`kernels.choose`)
-    ids        int32 [n * width]: the rows' inputs;   slots, positions  int32 [n * width], of the inputs; -1: padding
-    hidden     [n * width, m], the rows that gave the tokens
-    """
-
-    chosen: Tensor
-    ids: Tensor
+    chosen: Tensor  # int32 [n * width, 2]: token and flags (`kernels.choose`)
+    ids: Tensor  # int32 [n * width]: inputs
     slots: Tensor
-    positions: Tensor
-    hidden: Tensor
+    positions: Tensor  # int32 [n * width], of the inputs, as `slots`; -1: padding
+    hidden: Tensor  # [n * width, m], the rows that gave the tokens
     width: int
 
 
 def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: DraftInputs) -> Tensor:
-    """int32 [m], for each row of `out`: how many of a sequence's sampled tokens are accepted, 1 to width; 0: padding. Fills `out`.
+    """int32 [m], for each row of `out`: accepted tokens, 1 to width; 0: padding. Fills `out`.
 
-    stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by one less than the number accepted. padding: slot of
-    `out`'s rows after the last sequence.
+    stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by one less. padding: slot of
+    padding rows.
     """
     width, count = rows.width, len(out.ids)
     sequences = len(rows.chosen) // width
@@ -102,20 +91,19 @@ def _accept(
     WIDTH: constexpr, LANES: constexpr, STOPS: constexpr, BLOCK: constexpr, OFFSETS: constexpr, OFFSET_LANES: constexpr,
     HIDDEN: constexpr, COLUMNS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One sequence: the first position at which it ends."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     entry = row * WIDTH + lane
     wait(PDL)
     here = row < sequences
-    inside, behind = here & (lane < WIDTH), here & (lane < WIDTH - 1)
+    inside, is_draft = here & (lane < WIDTH), here & (lane < WIDTH - 1)
     position = tl.load(positions + row * WIDTH, here, -1)
     slot = tl.load(slots + row * WIDTH, here, padding).to(tl.int64)
     chosen += entry * 2
     token, failed = tl.load(chosen, inside, -2), tl.load(chosen + 1, inside, 0) != 0
-    draft = tl.load(ids + entry + 1, behind, -1)
-    drafted = tl.load(positions + entry + 1, behind, -1) >= 0
+    draft = tl.load(ids + entry + 1, is_draft, -1)
+    drafted = tl.load(positions + entry + 1, is_draft, -1) >= 0
     ends = ((token != draft) | (drafted == 0) | (lane >= WIDTH - 1)).to(tl.int32)
     if WIDTH > 1:
         for first in range(0, STOPS, BLOCK):

@@ -1,8 +1,6 @@
-"""The gate of Gemma's MLP, of its experts and of its per-layer embeddings.
+"""The gate of Gemma's MLP, experts and per-layer embeddings, in fp32 with one cast.
 
     geglu(g, u) = cast( gelu_tanh(g) * u )      gelu_tanh(x) = x/2 (1 + tanh( sqrt(2/pi) (x + 0.044715 x^3) ))
-
-In fp32, with one cast.
 """
 
 import triton
@@ -17,7 +15,7 @@ from kernels.packed import PackedRows, scale_warps, store_scaled
 
 
 def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """gate and up [T, n] of one dtype, up's rows may lie apart -> [T, n]. Without up, gate is [T, 2 n]: both side by side, gate
+    """gate and up [T, n] -> [T, n]; up's rows may be strided. Without up, gate is [T, 2 n], gate
     first."""
     if not enabled(gate):
         gate, up = gate.chunk(2, -1) if up is None else (gate, up)

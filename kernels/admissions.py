@@ -1,8 +1,8 @@
-"""New sequences into the tables of all slots: what the host says of them, in one upload and one launch.
+"""Writes new sequences into the tables of all slots, in one upload and one launch.
 
     packed   a record (RECORD_FIELDS) of each sequence, then the stop ids and the tokens of each
 
-The slot's rows of the page tables become 0, and its stop ids after those given -1. Its tokens after those given stay.
+The slot's page table rows become 0, and its unused stop ids -1. Later tokens stay.
 """
 
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ _BLOCK = 1024
 def admit(
     packed: Tensor, count: int, most: int, tokens: Tensor, lengths: Tensor, tables: Sequence[Tensor], parameters: SlotParameters
 ) -> None:
-    """packed int32, `count` records at its beginning, of up to `most` tokens each; tokens int32 [slots, n]; lengths int32 [slots];
-    tables int32 [slots, width], one or two."""
+    """packed int32 with `count` records, of up to `most` tokens each; tokens int32 [slots, n];
+    lengths int32 [slots]; one or two tables int32 [slots, width]."""
     check_contiguous(packed, tokens, lengths, *tables, *parameters)
     first, last, stops = tables[0], tables[-1], parameters.stop.shape[1]
     if enabled(packed):
@@ -71,7 +71,6 @@ def _admit(
     packed, tokens, tokens_width, lengths, first_table, first_width, last_table, last_width, integers, floats, stop,
     RECORD: constexpr, INTEGERS: constexpr, FLOATS: constexpr, STOPS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BLOCK entries of a sequence's rows."""
     trigger(PDL)
     record = packed + tl.program_id(0) * RECORD
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,21 +1,13 @@
-"""Sum and gather over the ranks of one node in one shot: each rank writes its slot and reads all slots.
+"""Sum and gather over the ranks of one node: each rank writes its slot and reads all slots.
 
     all_reduce(x) = cast( x_0 + x_1 + ... + x_{n-1} )      in rank order, in fp32, one cast: the same bits on every rank
     all_gather(x) = [x_0 | x_1 | ... | x_{n-1}]            along the last axis
 
-The order of an element's sum is fixed, so it does not depend on the other rows. On CPU the slots are in a mapped anonymous file
-(`MappedCollectives`). On GPUs torch's kernel does the same in symmetric memory (`engine.rank.parallel.CudaGroup`).
-
     mapped memory     flag 0 | flag 1 | ... (a 64-byte line each) | even: slot 0, slot 1, ... | odd: slot 0, slot 1, ...
 
-Rank i's round r:  write slot i of half r % 2;  flag i = r;  wait until every flag >= r;  read all slots of half r % 2.
-With two halves, one wait a round is enough:
-
-    rank i   ... read r-2 | write r-1, flag r-1, wait, read r-1 | write r (over r-2's half)
-                                          ^ every flag was >= r-1
-    rank j   ... read r-2, then flag r-1 -'                       so j has read round r-2 before i writes round r
-
-No rank can be two rounds ahead of another, because leaving a round needs the flags of all ranks.
+Rank i's round r: write slot i of half r % 2, set flag i = r, wait until every flag >= r, read all
+slots of that half. A rank writes round r over r - 2's half after every flag reached r - 1, so every
+rank has read round r - 2.
 """
 
 import os
@@ -33,15 +25,15 @@ _SLEEP_S = 50e-6
 
 
 def shared_bytes(ranks: int) -> int:
-    """Bytes of the zeroed shared memory that `ranks` ranks need."""
     return ranks * (_LINE + 2 * SLOT_BYTES)
 
 
 class MappedCollectives:
-    """One rank's end of the mapped memory, of `shared_bytes(size)` bytes. A message longer than a slot is sent in pieces.
+    """One rank's end of `shared_bytes(size)` bytes; longer messages are sent in pieces. Sums are of
+    fp32 or bf16.
 
-    Every rank must make the same calls in the same order with equal shapes and dtypes. Sums are of fp32 or bf16.
-    A wait longer than `timeout_s` raises TimeoutError naming the missing rank.
+    Every rank must make the same calls with equal shapes and dtypes. TimeoutError names a rank that
+    is missing for `timeout_s`.
     """
 
     def __init__(self, memory: memoryview, rank: int, size: int, timeout_s: float) -> None:
@@ -55,7 +47,7 @@ class MappedCollectives:
         self._lock = threading.Lock()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, same shape and dtype; may write into `x`."""
+        """Sum over ranks; may write into `x`."""
         assert x.dtype in (torch.float32, torch.bfloat16), x.dtype
         x = x.contiguous()
         for piece in _pieces(x):
@@ -73,14 +65,15 @@ class MappedCollectives:
         return gathered.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
 
     def exchange_rows(self, x: Tensor) -> Tensor:
-        """`[rows, n]` of every rank -> `[size, rows / size, n]`: every rank's rows r with r mod size = rank."""
+        """`[rows, n]` of every rank -> `[size, rows / size, n]`: every rank's rows r with r mod
+        size = rank."""
         return self.all_gather(x).unflatten(1, (self.size, -1))[self.rank :: self.size].transpose(0, 1).contiguous()
 
     def peer_memory(self, _size: int) -> None:
-        """None: on a CPU every sum is a collective."""
+        ...
 
     def _exchange(self, piece: Tensor) -> Tensor:
-        """[size, numel]: every rank's piece, a view of the slots, valid until the next but one exchange."""
+        """[size, numel]: every rank's piece, a view valid until the next but one exchange."""
         self._round += 1
         half = self._slots[self._round % 2].view(piece.dtype)[:, : piece.numel()]
         half[self.rank] = piece
@@ -91,7 +84,7 @@ class MappedCollectives:
         return half
 
     def _wait(self) -> None:
-        """Waits until every flag has reached this round: yields the core a few times, then sleeps."""
+        """Wait until every flag has reached this round: yield a few times, then sleep."""
         deadline = 0.0
         polls = 0
         for rank in range(self.size):
@@ -106,12 +99,11 @@ class MappedCollectives:
                 time.sleep(_SLEEP_S)
 
     def _memory_barrier(self) -> None:
-        """Keeps loads and stores of data on their side of the flag's, also on processors that reorder them (Arm)."""
+        """Orders data accesses around the flag's, also on Arm."""
         for _ in range(2):
             with self._lock:
                 pass
 
 
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:
-    """Flat views of contiguous `x` that fit a slot each."""
     return x.view(-1).split(SLOT_BYTES // x.element_size()) if x.numel() else ()

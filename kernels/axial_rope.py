@@ -1,10 +1,11 @@
-"""Head norm and rotary embedding of vision towers: the first half of a head is rotated by x, the second by y.
+"""Head norm and rotary embedding of vision towers: a head's first half is rotated by x, the second
+by y.
 
     head_norm(x)             rms_norm(x) over each head, without weight
     norm_axial_rope(x; w)    x' = rms_norm(x; w) over each head, then in each half, d/2 long, the pairs (i, i + d/4), i < d/4:
                              (x'_i, x'_j) -> (x'_i cos - x'_j sin, x'_j cos + x'_i sin)
 
-Norm and rotation are fp32 with one cast, as in `kernels.qkv`.
+Norm and rotation are fp32 with one cast.
 """
 
 
@@ -28,7 +29,7 @@ def axial_tables(x: Tensor, y: Tensor, frequencies: Tensor) -> tuple[Tensor, Ten
 
 
 def norm_axial_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """x [T, heads, d], weight [d], cos and sin fp32 [T, d/2] -> [T, heads, d] in x's dtype."""
+    """x [T, heads, d], weight [d], cos and sin fp32 [T, d/2] -> [T, heads, d]."""
     if len(x) and enabled(x):
         return _launch(x, weight, cos, sin, eps)
     first, second = rms_norm(x, weight, eps, torch.float32).unflatten(2, (2, 2, -1)).unbind(3)
@@ -37,12 +38,12 @@ def norm_axial_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: fl
 
 
 def head_norm(x: Tensor, eps: float) -> Tensor:
-    """x [T, heads, d] -> [T, heads, d] in x's dtype."""
+    """x [T, heads, d] -> [T, heads, d]."""
     return _launch(x, x, x, x, eps) if len(x) and enabled(x) else rms_norm(x, None, eps)
 
 
 def _launch(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Without weight and rotation, x stands for what they need."""
+    """Without weight and rotation, pass x for them."""
     check_contiguous(x)
     (rows, heads, d), out = x.shape, torch.empty_like(x)
     launch(
@@ -57,7 +58,7 @@ def _norm_axial_rope(
     x, weight, cos, sin, out, count,
     HEADS: constexpr, D: constexpr, BLOCK: constexpr, ROWS: constexpr, EPS: constexpr, ROTATED: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """A program: ROWS heads, one after the other over all rows."""
+    """ROWS heads."""
     trigger(PDL)
     QUARTER: constexpr = D // 4
     row, dim = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)

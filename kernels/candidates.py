@@ -1,13 +1,10 @@
 """The token of a row with a small top_k, perhaps with top_p and min_p, from a few ids of each rank.
 
-    s_i          cap(l_i) / temperature, as in `kernels.sample`; order: s descending, equal values by ascending id
-    candidates   the best SMALL_TOP_K ids of this rank's slice in that order. They contain all of its ids that top_k keeps
+    s_i          cap(l_i) / temperature; order: s descending, equal values by ascending id
+    candidates   the best SMALL_TOP_K ids of this rank's slice, which contain all that top_k keeps
     choose       of all ranks' candidates: the k best, of those what top_p and min_p keep, of those the argmax of s_i + g_i
 
-The k best of a slice are in at most k blocks, those with the largest values (equal ones: the first blocks): each block ranked above
-an id's own has an id above it. So one pass records the blocks' largest values, and the next reads the best blocks only.
-
-All ranks choose from the same candidates in the same order. `kernels.filters` handles rows with another top_k, or none.
+The k best ids are in the k blocks with the largest values, so only these are read.
 """
 
 import torch
@@ -27,8 +24,8 @@ CTA_BLOCKS = constexpr(64)
 
 
 def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """logits fp32 [R, n], as `kernels.choose.local_best` leaves them -> fp32 [R, blocks]: the largest s of every BLOCK_IDS ids.
-    Skips rows without a small top_k."""
+    """logits fp32 [R, n] from `kernels.choose.local_best` -> fp32 [R, blocks]: the largest s of
+    every BLOCK_IDS ids. Skips rows without a small top_k."""
     (rows, n), parameters = logits.shape, batch.parameters
     check_contiguous(logits)
     blocks = cdiv(n, BLOCK_IDS.value)
@@ -47,8 +44,8 @@ def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) -> Tensor:
-    """logits fp32 [R, n] of ids first .. first + n - 1 and their `block_peaks` -> fp32 [R, SMALL_TOP_K, 2]: s and id of a row's
-    candidates, ids ascending; -inf if there are fewer. Skips rows without a small top_k."""
+    """logits fp32 [R, n] of ids first .. first + n - 1 and `block_peaks` -> fp32 [R, SMALL_TOP_K,
+    2]: s and id, ids ascending, -inf if fewer. Skips rows without a small top_k."""
     (rows, n), (_, blocks), parameters = logits.shape, peaks.shape, batch.parameters
     best = logits.new_empty((rows, SMALL_TOP_K, 2), dtype=torch.float32)
     count = min(SMALL_TOP_K, n)
@@ -70,8 +67,8 @@ def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) 
 
 
 def choose_candidates(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
-    """best fp32 [R, n, 2]: `candidates` of every rank, in their order. Writes tokens of rows with a small top_k to chosen
-    int32 [R, 2] and after the rows' inputs, except where a flag is set."""
+    """best fp32 [R, n, 2]: `candidates` of every rank. Writes tokens to chosen int32 [R, 2] and
+    after the rows' inputs, except where a flag is set."""
     check_contiguous(best)
     rows, count, _ = best.shape
     if not enabled(best):
@@ -98,7 +95,6 @@ def _has_small_top_k(integers, floats, slot):
 
 @triton.jit
 def scaled_logits(offset, live, capped, row, temperature, cap, CAP: constexpr):
-    """s of a row's logits at `offset`, -inf where not live or forbidden."""
     x = tl.load(offset, live, float("-inf"))
     scaled = over_temperature(x, capped, row, temperature, cap, CAP)
     return tl.where(x == float("-inf"), x, scaled)
@@ -113,7 +109,7 @@ def float_order(x):
 
 @triton.jit
 def kth_order(orders, count):
-    """The lowest of the `count` highest, by a search from the highest bit to the lowest."""
+    """The lowest of the `count` highest, by a search over bits."""
     key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
         trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))
@@ -131,7 +127,6 @@ def _in_top_k(orders, count):
 
 @triton.jit
 def _peaks(logits, slots, integers, floats, capped, cap, peaks, NB: constexpr, N: constexpr, CAP: constexpr, PDL: constexpr):
-    """Some blocks of a row."""
     trigger(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * CTA_BLOCKS + tl.arange(0, CTA_BLOCKS)
     wait(PDL)
@@ -147,7 +142,6 @@ def _candidates(
     logits, slots, integers, floats, capped, cap, peaks, listed, best, first,
     NB: constexpr, WIDTH: constexpr, N: constexpr, CAP: constexpr, FEW: constexpr, COUNT: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One row."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
@@ -169,9 +163,9 @@ def _candidates(
         index = tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.store(out + index * 2, x, kept)
         tl.store(out + index * 2 + 1, (first + entry).to(tl.float32), kept)
-        behind = tl.arange(0, SMALL)
-        tl.store(out + behind * 2, tl.full([SMALL], float("-inf"), tl.float32), behind >= COUNT)
-        tl.store(out + behind * 2 + 1, tl.full([SMALL], 0.0, tl.float32), behind >= COUNT)
+        place = tl.arange(0, SMALL)
+        tl.store(out + place * 2, tl.full([SMALL], float("-inf"), tl.float32), place >= COUNT)
+        tl.store(out + place * 2 + 1, tl.full([SMALL], 0.0, tl.float32), place >= COUNT)
 
 
 @triton.jit(do_not_specialize=["tokens_width"])
@@ -179,7 +173,6 @@ def _choose_candidates(
     best, slots, positions, integers, floats, tokens, tokens_width, chosen,
     COUNT: constexpr, WIDTH: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One row."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)

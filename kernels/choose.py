@@ -1,13 +1,13 @@
-"""Greedy and plain sampling over a vocabulary that is cut across ranks, in two launches. No rank gathers logits.
+"""Greedy and plain sampling over a vocabulary cut across ranks, in two launches, without gathering
+logits.
 
     local_best    for each row and part of this rank's slice the largest of
                       l_i                                if the row is greedy
-                      cap(l_i) / temperature + g_i       else: Gumbel noise g of (seed, position, id), as in `kernels.sample`
-                  over the ids that the row may give; equal values: the lowest id. Also whether a NaN was seen
-    choose_best   the best of the parts, then of all ranks over their inboxes; written where the next step reads its token
+                      cap(l_i) / temperature + g_i       else: Gumbel noise g of (seed, position, id)
+                  over the allowed ids; equal values: the lowest id. Also whether a NaN was seen
+    choose_best   the best of the parts, then of all ranks over their inboxes
 
-`kernels.candidates` and `kernels.filters` choose the tokens of rows that filter (top_k, top_p, min_p) afterwards. Rows with a small
-top_k need no noise here. They are searched as greedy rows are, for a NaN and for an allowed id.
+`kernels.candidates` and `kernels.filters` choose filtered rows' tokens afterwards.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ _PROGRAMS = 16  # a processor's: one waits for its part, block after block, and 
 class ArgmaxInbox(Inbox):
     """One rank's inbox of `choose_best`, of `bytes(...)` bytes. errors: as in `AllReduceInbox`.
 
-    One inbox is enough: a rank writes the next step's choice only after that step's sums, which every rank joins after reading this
-    step's choice.
+    One buffer is enough: a rank writes its next choice after the next step's sums, which every rank
+    joins only after reading this choice.
     """
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, errors: Tensor) -> None:
@@ -49,16 +49,14 @@ class ArgmaxInbox(Inbox):
 
 
 def parts_of(vocabulary: int, rows: int, processors: int) -> int:
-    """Parts that each row of a slice is cut into: a power of two, each of at least _PART ids."""
+    """Parts of each row's slice: a power of two, at least _PART ids each."""
     parts = max(1, min(_PROGRAMS * processors // rows, vocabulary // _PART, 64))
     return 1 << (parts.bit_length() - 1)
 
 
 def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> Tensor:
-    """logits fp32 [R, n] of ids first .. first + n - 1, before the cap unless `batch.capped` -> fp32 [R, parts, 4].
-
-    Overwrites logits of forbidden ids with -inf.
-    """
+    """logits fp32 [R, n] of ids first .. first + n - 1, before the cap unless `batch.capped` ->
+    fp32 [R, parts, 4]. Overwrites forbidden logits with -inf."""
     (rows, n), parameters, suppress = logits.shape, batch.parameters, batch.suppress
     if not enabled(logits):  # in one part
         slots, ahead = batch.slots.long(), batch.positions.long() + 1
@@ -87,10 +85,10 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
 def choose_best(
     best: Tensor, batch: SamplingBatch, results: Tensor, inbox: ArgmaxInbox | None, stages: tuple[bool, bool] = (True, True)
 ) -> None:
-    """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags. With a NaN, or every id forbidden, the token is 0.
+    """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags; token 0 with a NaN, or if
+    every id is forbidden. Also writes the token after the row's input.
 
-    Also writes the token after the row's input. inbox: None if `best` has the parts of all ranks. stages: send and receive,
-    separate for the interpreter, which runs ranks one after the other.
+    inbox None: `best` has all ranks' parts. stages: send and receive, apart for the interpreter.
     """
     if not enabled(best):
         assert inbox is None, "only kernels write into other ranks' memory"
@@ -117,7 +115,8 @@ def choose_best(
 
 
 def scaled(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    """Logits fp32 [n, m] of the batch's rows int64 [n] -> capped (unless they are) and divided by temperature; -inf stays."""
+    """Logits fp32 [n, m] of the batch's rows int64 [n] -> capped unless they are, and divided by
+    temperature; -inf stays."""
     soft = cap(logits, batch.softcap)
     if batch.capped is not None:
         soft = torch.where(batch.capped[rows, None] != 0, logits, soft)
@@ -133,8 +132,8 @@ def with_small_top_k(batch: SamplingBatch) -> Tensor:
 
 
 def filtered(values: Tensor, ids: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    """int32 [n]: tokens of the batch's rows int64 [n], from what their filters keep of `values`, scaled logits fp32 [n, m] of ids
-    int64 [n, m], which ascend among equal logits."""
+    """int32 [n]: tokens of rows int64 [n], from scaled logits `values` fp32 [n, m] of ids int64 [n,
+    m], which ascend among equal logits."""
     slots = batch.slots[rows].long()
     seeds, top_k, _ = batch.parameters.integers[slots].unbind(1)
     _, top_p, min_p = batch.parameters.floats[slots].unbind(1)
@@ -146,7 +145,7 @@ def filtered(values: Tensor, ids: Tensor, batch: SamplingBatch, rows: Tensor) ->
 
 
 def store_tokens(batch: SamplingBatch, chosen: Tensor) -> None:
-    """Writes the rows' tokens int32 [R] after their inputs, except for padding rows."""
+    """Write tokens int32 [R] after the rows' inputs, except for padding."""
     rows = (batch.positions >= 0).nonzero().flatten()
     batch.tokens[batch.slots[rows].long(), batch.positions[rows].long() + 1] = chosen[rows]
 
@@ -156,7 +155,6 @@ def store_tokens(batch: SamplingBatch, chosen: Tensor) -> None:
 
 @triton.jit
 def _has_nan(offset, live):
-    """1 if a live logit is NaN, else 0. A row's only NaN may be overwritten later."""
     x = tl.load(offset, live, 0.0)
     return tl.max((x != x).to(tl.int32), 0)
 

@@ -1,10 +1,7 @@
-"""A step's prefill chunks, listed on the device from its plan: the host decides none of it, so that a graph can hold such steps.
+"""Lists a step's prefill chunks on the device from its plan, so that a graph can hold such steps.
 
-    chunk_inputs   rows of the chunks; the list of chunks; the rows that give results, those of chunks first
-    extend_tiles   the list, cut into tiles of queries of one sequence
-
-A list is int32 [n, 4]: slot, first row, first position, rows of each chunk. Rows that no chunk has are padding, one entry after
-the chunks: at positions below 0, which see nothing. Entries after it have no rows.
+A list is int32 [n, 4]: slot, first row, first position, rows of each chunk, then one entry of
+padding rows at positions below 0, then empty entries.
 """
 
 from typing import NamedTuple
@@ -22,7 +19,7 @@ _BLOCK = 64  # chunks looked at in a turn
 
 
 class StepRows(NamedTuple):
-    """A step's rows: those of chunks, padded, then those of sequences that decode, which are there already: int32 [T] each."""
+    """A step's rows int32 [T] each: chunks, padded, then decode rows, which are there already."""
 
     ids: Tensor
     positions: Tensor
@@ -30,8 +27,8 @@ class StepRows(NamedTuple):
 
 
 class ResultInputs(NamedTuple):
-    """Of the rows that give results, `width` of each sequence: rows int64 [R] of the step, slots and positions int32 [R]. Of a
-    chunk one row gives one: the others are padding, as are rows after the last result, at position -1."""
+    """Rows that give results, `width` a sequence: rows int64 [R] of the step, slots and positions
+    int32 [R]. A chunk's others, and rows after the last, are padding, at position -1."""
 
     rows: Tensor
     slots: Tensor
@@ -42,9 +39,10 @@ def chunk_inputs(
     plan: Tensor, layout: PlanLayout, tokens: Tensor, padding: int, rows: StepRows, prompts: int, chunks: Tensor,
     results: ResultInputs, width: int = 1,
 ) -> None:  # fmt: skip
-    """Fill rows [0, prompts) of the step, the list `chunks` int32 [n + 1, 4] of a plan of at most n chunks, and `results`.
+    """Fill rows [0, prompts) of the step, the list `chunks` int32 [n + 1, 4] of a plan of at most n
+    chunks, and `results`.
 
-    tokens int32 [slots, max_len + ..];  padding: the slot of padding rows;  width: decode rows of a sequence, after `prompts`
+    tokens int32 [slots, max_len + ..];  padding: slot of padding rows;  width: decode rows of a sequence, after `prompts`
     """
     if enabled(plan):
         launch(
@@ -65,8 +63,8 @@ def chunk_inputs(
         covered = torch.arange(position, position + count, dtype=torch.int32, device=plan.device)
         rows.slots[first : first + count], rows.positions[first : first + count] = slot, covered.clamp(min=-1)
         rows.ids[first : first + count] = torch.where(covered >= 0, tokens[slot, covered.clamp(min=0).long()], 0)
-    behind = range(prompts, prompts + len(decodes) * width)
-    outputs += zip(behind, *(x[behind.start : behind.stop].tolist() for x in (rows.slots, rows.positions)), strict=True)
+    decoding = range(prompts, prompts + len(decodes) * width)
+    outputs += zip(decoding, *(x[decoding.start : decoding.stop].tolist() for x in (rows.slots, rows.positions)), strict=True)
     outputs += [(0, padding, -1)] * (len(results.rows) - len(outputs))
     chunks.zero_()[: len(entries)] = torch.tensor(entries, dtype=torch.int32)
     for out, values in zip(results, zip(*outputs, strict=True), strict=False):
@@ -74,12 +72,11 @@ def chunk_inputs(
 
 
 def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
-    """The list `chunks` of at most `rows` rows, cut into tiles of up to `tokens` queries each -> a list again, int32 [m, 4].
-
-    Longest first, so that no long one is left when the others have ended; but before them every fourth, from the shortest on: CTAs
-    that begin at once and read the same keys at the same rate wait for one another's lines of the L2 cache (H200, 8192 tokens, head
-    dim 512: 1.88 ms a layer, 1.97 by length alone, 2.12 in order).
+    """The list `chunks` of at most `rows` rows, cut into tiles of up to `tokens` queries -> a list
+    int32 [m, 4].
     """
+    # Longest tiles first, to fill the last wave, but before them every fourth, shortest first: CTAs that read the same keys at once
+    # wait for the same L2 lines (H200: 1.88 ms a layer, 1.97 by length alone).
     tiles = chunks.new_empty((rows // tokens + len(chunks), 4), dtype=torch.int32)
     if enabled(chunks):
         launch(_tiles, (cdiv(len(tiles), 64),), chunks, len(chunks), tiles, len(tiles), tokens, TILES=64, BLOCK=_BLOCK)
@@ -100,7 +97,6 @@ def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
 
 @triton.jit
 def _store_entries(entries, index, slot, row, position, count, live):
-    """Entries of a list, as the module has it, at these indices."""
     entry = entries + 4 * index
     tl.store(entry, slot, live)
     tl.store(entry + 1, row, live)
@@ -115,7 +111,6 @@ def _chunk_inputs(
     HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, CHUNK: constexpr, WIDTH: constexpr, ROWS: constexpr, BLOCK: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
-    """ROWS rows; the first program fills the list and the results as well."""
     trigger(PDL)
     wait(PDL)
     decodes, count = tl.load(plan + COUNTS), tl.load(plan + COUNTS + 1)
@@ -130,11 +125,11 @@ def _chunk_inputs(
         its_slot, start = tl.load(chunk, live, 0), tl.load(chunk + 1, live, 0)
         end, first_logit = tl.load(chunk + 2, live, 0), tl.load(chunk + 3, live, 0)
         last = total + tl.cumsum(end - start, 0)
-        behind = last - (end - start)
-        inside = (row[:, None] >= behind[None, :]) & (row[:, None] < last[None, :])
+        begun = last - (end - start)
+        inside = (row[:, None] >= begun[None, :]) & (row[:, None] < last[None, :])
         slot += tl.sum(tl.where(inside, its_slot[None, :] - padding, 0), 1)
-        position += tl.sum(tl.where(inside, start[None, :] + row[:, None] - behind[None, :] + 1, 0), 1)
-        _store_entries(chunks, offset + lane, its_slot, behind, start, end - start, live & first)
+        position += tl.sum(tl.where(inside, start[None, :] + row[:, None] - begun[None, :] + 1, 0), 1)
+        _store_entries(chunks, offset + lane, its_slot, begun, start, end - start, live & first)
         samples = (first_logit < end).to(tl.int32)
         index = (sampled + tl.cumsum(samples, 0) - samples) * WIDTH
         for token in range(WIDTH):

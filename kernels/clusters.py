@@ -1,10 +1,9 @@
-"""The best rows of a table whose rows lie by cluster, of a few clusters of each query: a drafter's head.
+"""The best row of a table in each of a query's clusters: a drafter's head.
 
     best(x; c)  = max_j  x . table[c * size + j]           of cluster c, in fp32; equal values: the lowest id
     id          = order[c * size + j]
 
-A query reads each of its clusters once, as one contiguous block of the table, and gathers nothing. What comes out is what
-`kernels.choose.local_best` gives of the parts of a vocabulary: `choose_best` decides among the clusters.
+The output is that of `kernels.choose.local_best`, so `choose_best` decides among clusters.
 """
 
 import torch
@@ -18,8 +17,8 @@ from kernels.numerics import cast
 
 
 def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, count: int) -> Tensor:
-    """x [R, n], table [rows, n] of `count` clusters of equal size, order int64 [rows], the id of each row; clusters int64 [R, k] of
-    each query -> fp32 [R, k, 4]: value, id, 1 where there was a NaN, nothing."""
+    """x [R, n], table [rows, n] of `count` equal clusters, order int64 [rows], the id of each row;
+    clusters int64 [R, k] -> fp32 [R, k, 4]: value, id, 1 for a NaN, unused."""
     (rows, n), chosen, size = x.shape, clusters.shape[1], len(table) // count
     check_contiguous(x, table, order, clusters)
     if not enabled(x):
@@ -44,7 +43,6 @@ def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, 
 def _best_of_clusters(
     x, table, order, clusters, best, N: constexpr, SIZE: constexpr, LANES: constexpr, COLUMNS: constexpr, PDL: constexpr
 ):
-    """A query and one of its clusters."""
     trigger(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, LANES)

@@ -1,10 +1,9 @@
-"""A layer's attention of decode rows: one new token a sequence, at a position that only the device knows. Head norms, rope, append
-of K and V to their page, attention over the pages.
+"""A layer's attention of decode rows: head norms, rope, append of K and V, attention over pages.
 
     o = sum_j softmax_j( q . k_j ) v_j     over the keys j that position p sees:  j <= p, and j > p - window if there is one
 
-Scale 1.0, no cap; scores, softmax and sums fp32, as in `kernels.paged_attention`. Keys that a row does not see may be anything, NaN
-included: their scores and their values are replaced, not multiplied by zero.
+Scale 1.0, no cap; scores, softmax and sums fp32. Unseen keys may be NaN: they are replaced, not
+multiplied by zero.
 """
 
 from dataclasses import dataclass, replace
@@ -22,36 +21,30 @@ from kernels.splitkv import ROWS, decode_kernel, read_pairs
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How a launch is cut. A CTA takes every `splits`-th run of `keys` keys of a row's KV head, and d / `values` columns of V.
-
-    early: the first run's loads are issued before q is normed, which pays where a CTA has but one or two runs
-    pairs: where K is V's row times a weight before these pairs of its dims are rotated, they alone are read of K. 0: all of it is
-    """
+    """How a launch is cut. A CTA takes every `splits`-th run of `keys` keys of a row's KV head, and
+    d / `values` columns of V."""
 
     keys: int
     values: int
     warps: int
     stages: int
-    early: bool
-    pairs: int = 0
+    early: bool  # load the first run before q is normed
+    pairs: int = 0  # where K is V times a weight before rotation, only these pairs of K are read; 0: all
 
     def shared_bytes(self, d: int) -> int:
-        """What the pipeline holds of K and V, q, and what layouts are exchanged in, in two bytes a number."""
+        """Bytes for the pipeline of K and V, q, and layout changes, at two bytes a number."""
         return 2 * (self.stages - 1) * self.keys * ((2 * self.pairs or d) + d // self.values) + 4 * 16 * d
 
 
 class DecodeScratch:
-    """Device memory that `decode_attention` sums in; zeroed once, left zeroed. Launches that follow each other may share it.
-
-    max_rows rows of a launch at most;  max_parts rows x splits of a launch at most
-    parts    fp32 [max_parts, heads, head_dim], a split's own output;  lse fp32 [max_parts, values, heads], its base-2 log-sum-exp
-    tickets  int32 [max_rows, kv_heads, values], how many splits are done
-    """
+    """Device memory for `decode_attention`, zeroed once and left zeroed; consecutive launches may
+    share it. max_rows and max_parts: most rows, and rows x splits, of a launch."""
 
     def __init__(self, max_rows: int, heads: int, kv_heads: int, head_dim: int, max_parts: int, device: torch.device) -> None:
         self.max_rows, self.max_parts = max_rows, max_parts
-        self.tickets = torch.zeros(max_rows * kv_heads * _MOST_VALUES, dtype=torch.int32, device=device)
+        self.tickets = torch.zeros(max_rows * kv_heads * _MOST_VALUES, dtype=torch.int32, device=device)  # splits that are done
         size = max_parts if enabled(self.tickets) else 0
+        # Outputs of splits, and their base-2 log-sum-exp.
         self.parts = torch.empty((size, heads, head_dim), dtype=torch.float32, device=device)
         self.lse = torch.empty((size, _MOST_VALUES, heads), dtype=torch.float32, device=device)
 
@@ -60,16 +53,10 @@ _MOST_VALUES = 8
 
 
 def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
-    """Splits along the keys for a bucket of `rows` rows whose longest reads `pages` pages, on so many streaming multiprocessors.
-
-    As measured on an H200 (tests/bench/attention.py). At head dim 256 a multiprocessor holds three CTAs: splits for all of them,
-    at most 33 and none without a page; for two of them where rows are many, or where the CTA that adds the parts of a large
-    `group` of heads would have many to add, and then of two pages at least; where one split would all but fill them, three, so
-    that the last wave is short. At 512 it holds one, which takes 1.5 turns a page and 9 to begin and end, or two, which take
-    two and 10. 0.65 of a turn comes with each split that one CTA adds up, where V's columns are not shared out. The splits
-    that are never far from the fewest turns are taken, whether rows are as long as they may be or as short as a thousand tokens.
-    """
+    """Splits along the keys for a bucket of `rows` rows of at most `pages` pages, fitted to an H200
+    (tests/bench/attention.py)."""
     most, heads = min(pages, 33), rows * kv_heads
+    # A multiprocessor holds three CTAs: fill all, or two thirds where rows or heads are many.
     if head_dim <= 256:
         fewer = 4 * heads > processors or (group >= 4 and 2 * heads * pages > processors)
         splits = 3 if 4 * heads > 9 * processors else (3 - fewer) * processors // heads
@@ -80,6 +67,7 @@ def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: in
         ctas, run = heads * min(splits, held), cdiv(held, splits)
         return (1.5 * run + 9 if ctas <= processors else cdiv(ctas, 2 * processors) * (2 * run + 10)) + adding
 
+    # At 512 it holds one or two; the splits are taken that are never far from the fewest turns.
     options = range(1, most + 1)
     lengths = [pages, *(1 << n for n in range(5, pages.bit_length()) if 1 << n < pages)]
     fewest = {held: min(turns(splits, held) for splits in options) for held in lengths}
@@ -88,12 +76,10 @@ def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: in
 
 @cache
 def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int, shared: int, pairs: int = 0) -> DecodeTile:
-    """The cut for a head dim, a page size, rows x KV heads x splits, and the most pages that a split reads.
+    """The fastest measured cut for a head dim, page size, rows x KV heads x splits, and most pages
+    of a split (tests/bench/attention.py).
 
-    The fastest of those tried on an H200 (tests/bench/attention.py). Where CTAs are few, latency counts: V's columns are shared
-    out, at the price of reading K from L2 more than once. itemsize: bytes of a number; fp32, for tests, takes the least. shared:
-    bytes of shared memory that a CTA may have. pairs: as a tile's, if all columns of V are summed by one CTA. Pages of one byte a
-    number keep as many bytes on their way, by twice as many turns.
+    itemsize, shared: bytes of a number, and of a CTA's shared memory.
     """
     if itemsize == 4:
         return DecodeTile(16, 1, 4, 2, early=False, pairs=pairs)
@@ -132,21 +118,19 @@ def decode_attention(
     tile: DecodeTile | None = None,
     bucket: int = 0,
 ) -> None:
-    """Attention of one layer for `rows` decode rows, written to `out`; appends each row's K and V to the page of its position.
+    """Attention of one layer for decode rows, written to `out`; appends each row's K and V to its
+    page.
 
-    qkv       [rows, (heads + kv_projections * kv_heads) * d], q heads, k heads, v heads before their norms. kv_projections 2;
-              1: v is k's raw product, so K is V times k_norm where rope does not turn it, and may not be read there; 0: the layer
-              reads another layer's K and V, which that layer has appended, and writes none
+    qkv       [rows, (heads + kv_projections * kv_heads) * d], q, k, v heads before their norms. kv_projections 2; 1: v is k's raw
+              product, so K is V times k_norm where rope does not turn it, and may not be read there; 0: another layer's K and V
     pool      one layer's [pages, 2, kv_heads, page, d], K at [:, 0], V at [:, 1]
     page_ids  int32 [rows, width]: entry j is the page of positions (first + j) * page ..; first is 0, and with a window
-              max(0, position - window + 1) // page. Entries after the position's own page are never used
+              max(0, position - window + 1) // page
     positions int32 [rows]; -1: a padding row, whose output is zero and which appends nothing
     cos_sin   fp32 [rows, 2 * pairs], cos first: of pairs (i, i + d/2), i < pairs
-    q_norm    [d], k_norm [d] or, without projections, None; v is normed without weight
+    q_norm    [d], k_norm [d] or None; v is normed without weight
     out       [rows, heads * d] in qkv's dtype
-    splits    CTAs along the keys of a (row, KV head), a constant of the bucket: see `decode_splits`
-    tile      in place of `decode_tile`'s
-    bucket    rows that the tile is for, where fewer are launched: then they need no variant of their own
+    bucket    rows that the tile is for, if more than are launched
     """
     rows, d = qkv.shape[0], pool.shape[4]
     assert len(out) == len(page_ids) == len(positions) == rows, (qkv.shape, out.shape)

@@ -2,18 +2,13 @@
 
     y_t = sum_k w_tk * down_e( gelu_tanh(g) * u ),   [g; u] = gate_up_e x_t,   e = e_tk      gate is the first half of gate_up
 
-Products are summed in fp32, the gated activations rounded to x's dtype; the weighted sum over experts is fp32, in the order of k,
-with one cast. Where experts are cut along their width, y is a rank's part. It stands after the dense branch's, which is copied, so
-that one fused norm takes both.
-
-An *assignment* is one of a token's top_k choices. Nothing asks the host which experts were chosen:
-
     `_count` (block of assignments)        how many of it chose each expert; where there are several blocks
     `_group` (expert, block)               sorts assignments by expert and cuts each expert's into row tiles
     `_grouped` (block of columns, tile)    the product of a row tile; gate and up first, then down
     `_combine` (token, block of n)         the weighted sum of a token's rows
 
-One token's assignments are in order as they are, each a tile of its own: there is nothing to sort.
+An *assignment* is one of a token's top_k choices. The weighted sum is fp32 in the order of k, with
+one cast. y follows the dense branch's output, so that one fused norm takes both.
 """
 
 import math
@@ -39,8 +34,9 @@ _GROUP_BLOCK = 4096
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: Matrix, dense: PendingTensor) -> Tensor:
-    """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts, n, m]; dense gives [T, n], and
-    is called when that is needed (`kernels.launch.beside`) -> [T, 2 n]: dense's, y."""
+    """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts,
+    n, m] -> [T, 2 n]: dense's, y. dense gives [T, n], called when needed (`kernels.launch.on_second_stream`).
+    """
     pair, last = packed_matrix(gate_up), packed_matrix(down)
     if not enabled(x):
         total = torch.zeros_like(x, dtype=torch.float32)
@@ -60,7 +56,6 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: M
 
 
 def _combined(parts: Tensor, position: Tensor | None, weights: Tensor, dense: PendingTensor) -> Tensor:
-    """parts [assignments, n], where each assignment stands in it, weights [T, top_k] -> [T, 2 n]: dense's, the weighted sums."""
     (rows, top_k), n = weights.shape, parts.shape[1]
     out, block = parts.new_empty(rows, 2 * n), min(1024, next_power_of_2(n))
     other = dense()
@@ -70,7 +65,8 @@ def _combined(parts: Tensor, position: Tensor | None, weights: Tensor, dense: Pe
 
 
 class ExpertAdapters(NamedTuple):
-    """`kernels.lora`'s a, b and ends of a matrix of experts. adapters: how many; index of a pair: expert * adapters + adapter."""
+    """`kernels.lora`'s a, b and ends of a matrix of experts; a pair's index is expert * adapters +
+    adapter."""
 
     a: Tensor
     b: Tensor
@@ -79,7 +75,7 @@ class ExpertAdapters(NamedTuple):
 
 
 class AdaptedRows(NamedTuple):
-    """The adapter of each row, int32 [T], -1: none; and the adapters of gate and up, and of down, where there are some."""
+    """The adapter of each row, int32 [T], -1: none; and the adapters of both products."""
 
     rows: Tensor
     gate_up: ExpertAdapters | None
@@ -89,7 +85,7 @@ class AdaptedRows(NamedTuple):
 def adapted_experts(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: Matrix, dense: PendingTensor, adapted: AdaptedRows
 ) -> Tensor:
-    """`experts`, whose products have what the rows' adapters add."""
+    """`experts` with the rows' adapters."""
     pair, last = packed_matrix(gate_up), packed_matrix(down)
     if not enabled(x):
         total = torch.zeros_like(x, dtype=torch.float32)
@@ -122,7 +118,6 @@ def adapted_experts(
 
 
 def _add(out: Tensor, x: Tensor, index: Tensor, experts: Tensor, adapters: ExpertAdapters | None) -> None:
-    """Add what adapters make of assignments' rows x. index: the adapter of each, int32; experts: int32."""
     if adapters is None:
         return
     pairs = torch.where(index < 0, index, experts * adapters.adapters + index)
@@ -145,13 +140,15 @@ TABLE = (
 
 @cache
 def choose(assignments: int, count: int, shared: int, load: Load = "plain") -> tuple[Tile, Tile]:
-    """Those of the gated product and of down, of equal rows; `shared`: bytes of shared memory that a block may have."""
+    """Tiles of the gated product and of down, of equal rows; `shared`: bytes of a block's shared
+    memory."""
     up, down = next(tiles for mean, *tiles in TABLE if assignments <= mean * count)
     return fit(up, True, shared, load), fit(down, False, shared, load)
 
 
 def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int32: tiles [n, 3] of `rows` assignments at most: expert, first, end; the assignments' order, and each one's index in it."""
+    """int32: tiles [n, 3] of at most `rows` assignments: expert, first, end; the order, and each
+    one's index in it."""
     assignments = chosen.numel()
     order, position = chosen.new_empty((2, assignments), dtype=torch.int32)
     tiles = chosen.new_empty((min(assignments, assignments // rows + count), 3), dtype=torch.int32)
@@ -170,8 +167,8 @@ def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tens
 def _launch_grouped(
     tile: Tile, x: Tensor, weight: PackedMatrix, order: Tensor | None, tiles: Tensor, out: Tensor, top_k: int
 ) -> None:  # fmt: skip
-    """out [assignments, m], sorted by expert. With `top_k` above 1, x are tokens' rows, else sorted rows. tiles: as `_sorted`; of
-    a single token its experts, int32 [top_k]."""
+    """out [assignments, m], sorted by expert. top_k > 1: x are tokens' rows, else sorted rows.
+    tiles: as `_sorted`; of a single token its experts, int32 [top_k]."""
     m = out.shape[1]
     values, x_scale = operands(x, weight)
     launch(
@@ -183,7 +180,6 @@ def _launch_grouped(
 
 @triton.jit(do_not_specialize=["assignments"])
 def _count(chosen, counts, assignments, EXPERTS: constexpr, BLOCK: constexpr, PDL: constexpr):
-    """One block's counts [EXPERTS]."""
     trigger(PDL)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wait(PDL)
@@ -196,9 +192,12 @@ def _group(
     chosen, counts, order, position, tiles, assignments, slots,
     ROWS: constexpr, EXPERTS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One expert's assignments of a block, ascending, after those of the experts and blocks before in `order`, and where each
-    stands in `position`. Of the first block also the expert's row tiles (expert, first, end), after those of the experts before;
-    the last expert fills the `slots` with tiles of no rows. counts [blocks, EXPERTS]; None: there is one block."""
+    """One expert's assignments of a block, ascending, after those of earlier experts and blocks.
+
+    Fills `order`, and each one's place in `position`. The first block also fills the expert's row
+    tiles (expert, first, end), the last expert the `slots` with empty tiles. counts [blocks,
+    EXPERTS]; None: one block.
+    """
     trigger(PDL)
     expert, block = tl.program_id(0), tl.program_id(1)
     index, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
@@ -221,10 +220,10 @@ def _group(
     if block == 0:
         end = first + tl.sum(tl.where(other == expert, totals, 0), 0)
         tile = tl.sum(tl.where(other < expert, (totals + ROWS - 1) // ROWS, 0), 0)
-        behind = tile + (end - first + ROWS - 1) // ROWS
+        last_tile = tile + (end - first + ROWS - 1) // ROWS
         if expert == tl.num_programs(0) - 1:
-            behind = slots
-        for i in range(tile, behind):
+            last_tile = slots
+        for i in range(tile, last_tile):
             start = tl.minimum(first + (i - tile) * ROWS, end)
             tl.store(tiles + 3 * i, expert)
             tl.store(tiles + 3 * i + 1, start)
@@ -294,7 +293,6 @@ def _grouped(
 
 @triton.jit
 def _combine(parts, position, weights, dense, out, N: constexpr, TOP: constexpr, BLOCK: constexpr, PDL: constexpr):
-    """One token's weighted sum over its experts, and the dense branch's part before it."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

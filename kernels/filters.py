@@ -1,19 +1,12 @@
-"""top_k, top_p and min_p without sorting: the token of a filtered row from the one that it would take unfiltered.
+"""top_k, top_p and min_p without sorting: the token of a filtered row from its unfiltered one.
 
     s_i      = cap(l_i) / temperature, -inf where forbidden; n_i = s_i + g_i                       as in `kernels.sample`
     kept     what the three filters keep: upward closed in the order (s descending, id ascending)
     token    argmax of n over kept
 
-Let c be the argmax of n over a set that contains kept; the first set is all ids. If c is kept, it is the token. If not, all of kept
-is above c in the order, and the ids above c are the next set. Whether c is kept needs two sums over the ids above it: their number
-and their mass. With both top_k and top_p, the mass of the best k is found by a search over the bits of their lowest value. Sets
-shrink to the few best quickly: in usual rows the first or second c is the token.
-
-Only blocks that can matter are read. `scaled_rows` records the largest s and the mass of every BLOCK_IDS ids. A row's list has the
-blocks whose largest s is among the best, or all blocks if the row needs more.
-
-A rank does this for its share of the rows: row i * ranks + rank of the batch is its i-th. `write_tokens` takes all ranks' tokens.
-Rows with a small top_k need no whole logits (`kernels.candidates`).
+Let c be the argmax of n over a set that contains kept, at first all ids. If c is kept, it is the
+token. If not, the ids above c are the next set. Whether c is kept needs the number and mass of the
+ids above it. Usually the first or second c is the token, and only the best blocks are read.
 """
 
 from typing import NamedTuple
@@ -34,21 +27,17 @@ _TILE = constexpr(128)  # blocks read at once; at least so many are listed
 
 
 class ScaledRows(NamedTuple):
-    """values fp32 [rows, vocabulary]; peaks and masses fp32 [rows, blocks]: the largest value of each BLOCK_IDS ids, and the sum of
-    exp(value - peak). The i-th row is row i * ranks + rank of the batch."""
-
-    values: Tensor
-    peaks: Tensor
-    masses: Tensor
+    values: Tensor  # fp32 [rows, vocabulary]
+    peaks: Tensor  # fp32 [rows, blocks]: the largest value of BLOCK_IDS ids
+    masses: Tensor  # fp32 [rows, blocks]: the sum of exp(value - peak)
     rank: int
     ranks: int
 
 
 def scaled_rows(logits: Tensor, batch: SamplingBatch, rank: int, vocabulary: int) -> ScaledRows:
-    """logits fp32 [ranks, rows, n]: every rank's slice of this rank's rows, as `kernels.choose.local_best` leaves them.
-
-    Skips rows that do not filter. `batch`: all rows. Columns from `vocabulary` on are padding.
-    """
+    """logits fp32 [ranks, rows, n]: every rank's slice of this rank's rows, from
+    `kernels.choose.local_best`. Skips unfiltered rows. `batch`: all rows. Columns from `vocabulary`
+    on are padding."""
     (ranks, rows, n), parameters = logits.shape, batch.parameters
     check_contiguous(logits)
     blocks = cdiv(vocabulary, BLOCK_IDS.value)
@@ -69,8 +58,7 @@ def scaled_rows(logits: Tensor, batch: SamplingBatch, rank: int, vocabulary: int
 
 
 def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor) -> Tensor:
-    """chosen int32 [R, 2], unfiltered, of all rows of the batch -> int32 [rows]: this rank's tokens, equal to `chosen` for rows
-    without a filter."""
+    """chosen int32 [R, 2], unfiltered, of all rows -> int32 [rows]: this rank's tokens."""
     values, peaks, masses, rank, ranks = rows
     (count, vocabulary), blocks, parameters = values.shape, peaks.shape[1], batch.parameters
     tokens = chosen.new_empty(count, dtype=torch.int32)
@@ -93,7 +81,7 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor) -> T
 
 
 def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
-    """drawn int32 [>= R], the rows' tokens in order, written to chosen int32 [R, 2] and after each row's input."""
+    """Write tokens int32 [>= R] to chosen int32 [R, 2] and after each row's input."""
     check_contiguous(drawn)
     if enabled(drawn):
         launch(
@@ -109,7 +97,6 @@ def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
 
 
 def _filtering(batch: SamplingBatch, share: ScaledRows) -> tuple[Tensor, Tensor]:
-    """This rank's rows that filter, int64: by their index in its share, and in the batch."""
     rows = torch.arange(len(batch.slots), device=batch.slots.device)[share.rank :: share.ranks]
     slots = batch.slots[rows].long()
     temperature, top_p, min_p = batch.parameters.floats[slots].unbind(1)
@@ -153,7 +140,7 @@ def _scale(
 
 @triton.jit
 def _load_blocks(line, listed, start, count, V: constexpr):
-    """(ids, values) [_TILE, BLOCK_IDS] of the blocks that a list of `count` names from `start` on; -inf beyond its end."""
+    """(ids, values) [_TILE, BLOCK_IDS] of listed blocks from `start` on; -inf after the list's end."""
     entry = start + tl.arange(0, _TILE)
     block = tl.load(listed + entry, entry < count, 0)
     ids = block[:, None] * BLOCK_IDS + tl.arange(0, BLOCK_IDS)[None, :]
@@ -174,7 +161,7 @@ def _mass_from(line, listed, count, key, peak, V: constexpr):
 
 @triton.jit
 def _kth_key(line, listed, count, k, V: constexpr):
-    """The order of the k-th largest listed value, by a search from the highest bit to the lowest."""
+    """The order of the k-th largest listed value, by a search over bits."""
     key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
         trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))
@@ -191,7 +178,6 @@ def _filter(
     values, peaks, masses, slots, positions, integers, floats, chosen, listed, tokens, T, rank,
     V: constexpr, NB: constexpr, WIDTH: constexpr, RANKS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One row."""
     trigger(PDL)
     own = tl.program_id(0).to(tl.int64)
     row = own * RANKS + rank

@@ -2,10 +2,9 @@
 
     int4    W[row, column] = (q - z) * s    q 0 to 15; s and z, 0 to 15, of a row's group of columns; z is 8 without zero points
 
-A run of 64 columns is eight words of 32 bits. Word j (0 to 7) has of the columns 16 i to 16 i + 15, for each i from 0 to 3, the
-pair 16 i + 2 j and 16 i + 2 j + 1: in its bits 4 i to 4 i + 3, and 16 above. So one mask takes pair i out as the two halves of a
-register, where together with 0x4300 each is the bf16 number 128 + q; and pairs i of a thread's words are neighbours in the operand
-of an MMA, which needs no exchange between threads. Zero points are words of eight neighbouring rows each, in plain order.
+A run of 64 columns is eight int32 words. Word j has, for i = 0 .. 3, pair i (columns 16 i + 2 j and
+the next) in bits 4 i to 4 i + 3, and 16 above: one mask and 0x4300 make pair i two bf16 numbers 128
++ q in an MMA operand, without exchange. Zero points are words of eight neighbouring rows.
 """
 
 import torch
@@ -22,7 +21,8 @@ MIDDLE = 8  # the zero point of symmetric weights
 
 
 def interleaved(words: Tensor) -> Tensor:
-    """int32 words [..., n / 8] of eight neighbouring columns each, the first in the lowest bits -> as kernels read them."""
+    """int32 words [..., n / 8] of eight neighbouring columns, the first in the lowest bits -> as
+    kernels read them."""
     plain = (words[..., None] >> torch.arange(0, 32, 4, device=words.device, dtype=torch.int32) & 15).flatten(-2)
     pairs = plain.unflatten(-1, (-1, 4, 8, 2)).transpose(-3, -2)  # of each word: i, half
     places = torch.tensor([[4 * i, 4 * i + 16] for i in range(4)], device=words.device)
@@ -43,7 +43,8 @@ def rows_of(words: Tensor) -> Tensor:
 
 
 def unpacked_groups(words: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """words [..., m, n / 8], scale [..., m, groups], zero points [..., m / 8, groups] -> values [..., m, n] in scale's dtype."""
+    """words [..., m, n / 8], scale [..., m, groups], zero points [..., m / 8, groups] -> values
+    [..., m, n] in scale's dtype."""
     if enabled(words):
         return _unpacked_by_kernel(words.flatten(0, -2), scale.flatten(0, -2), zero).view(*words.shape[:-1], -1)
     values = columns_of(words).unflatten(-1, (scale.shape[-1], -1))
@@ -62,32 +63,29 @@ def _unpacked_by_kernel(words: Tensor, scale: Tensor, zero: Tensor | None) -> Te
 
 @triton.jit
 def run_columns(WORDS: constexpr):
-    """[1, 2 WORDS]: the columns of pair 0 of each of so many words; those of pair i are 16 i further on."""
+    """[1, 2 WORDS]: the columns of pair 0 of each word; those of pair i are 16 i further."""
     place = tl.arange(0, 2 * WORDS)[None, :]
     return place // 16 * 64 + place % 16
 
 
 @triton.jit
 def _pair(words, PLACE: constexpr):
-    """Pair PLACE of each word, as the bits of two bf16 numbers 128 + q."""
+    """Pair PLACE of each word, as two bf16 numbers 128 + q."""
     return ((words >> 4 * PLACE) & 0x000F000F) | 0x43004300
 
 
 @triton.jit
 def _low(bits):
-    """The number in the low half of a pair of bf16 numbers, fp32."""
     return (bits << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _high(bits):
-    """The number in the high half of a pair of bf16 numbers, fp32."""
     return (bits & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _bf16(bits):
-    """The low 16 bits as a bf16 number."""
     return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
@@ -100,14 +98,13 @@ def _offsets(zero, row, group, inside, GROUPS: constexpr):
 
 @triton.jit
 def _spread(x, TIMES: constexpr):
-    """[n, g] -> [n, g TIMES], each column so many times."""
     wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], TIMES])
     return tl.reshape(wide, [x.shape[0], x.shape[1] * TIMES])
 
 
 @triton.jit
 def _scaled_pair(bits, offset, scale):
-    """Pairs of bf16 numbers: (bits + offset) * scale, rounded once; offset and scale are pairs of equal numbers."""
+    """(bits + offset) * scale, rounded once; offset and scale are pairs of equal numbers."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 one, none, sum;
@@ -122,13 +119,14 @@ def _scaled_pair(bits, offset, scale):
 
 @triton.jit
 def _twice(x):
-    """bf16 -> the pair of it and it."""
+    """bf16 -> a pair of it."""
     return (x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 65537
 
 
 @triton.jit
 def _by_half(x, GROUP: constexpr):
-    """What groups have [n, g] -> what the words [n, w] of their columns have: of pairs 0 and 1, of pairs 2 and 3."""
+    """Values of groups [n, g] -> of the words [n, w] of their columns: of pairs 0 and 1, of pairs 2
+    and 3."""
     if GROUP < 64:
         first, second = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
         first, second = _spread(first, 8), _spread(second, 8)
@@ -140,8 +138,11 @@ def _by_half(x, GROUP: constexpr):
 
 @triton.jit
 def load_words(weight, scale, zero, row, k, K: constexpr, GROUP: constexpr, BK: constexpr):
-    """Of columns [k, k + BK) of rows `row` [n, 1] (int64) of W [m, K]: words [n, BK / 8]; scales of their pairs 0 and 1, of 2 and
-    3; and 128 + z of both. As fp32, or as pairs of bf16 where scales are bf16, with -(128 + z). Zeros after K."""
+    """Columns [k, k + BK) of rows `row` [n, 1] (int64) of W [m, K]: words [n, BK / 8]; scales of
+    pairs 0 and 1, of 2 and 3; 128 + z of both.
+
+    fp32, or with bf16 scales pairs of bf16 and -(128 + z). Zeros after K.
+    """
     GROUPS: constexpr = K // GROUP
     word = k // 8 + tl.arange(0, BK // 8)[None, :]
     group = k // GROUP + tl.arange(0, BK // GROUP)[None, :]
@@ -170,7 +171,8 @@ def load_words(weight, scale, zero, row, k, K: constexpr, GROUP: constexpr, BK: 
 
 @triton.jit
 def pair_tile(loaded, PLACE: constexpr, DTYPE: constexpr):
-    """Pair PLACE of the words that `load_words` gave: [n, w] -> values [n, 2 w] of DTYPE, in the order of `run_columns`."""
+    """Pair PLACE of `load_words`' words [n, w] -> values [n, 2 w] of DTYPE, in the order of
+    `run_columns`."""
     words, factor, offset = loaded[0], loaded[1 + PLACE // 2], loaded[3 + PLACE // 2]
     bits = _pair(words, PLACE)
     if factor.dtype == tl.float32:

@@ -1,25 +1,22 @@
-"""All-reduce, post-norm, residual add and the next block's pre-norm in one launch: Gemma's sandwich.
+"""All-reduce, post-norm, residual add and the next pre-norm in one launch: Gemma's sandwich.
 
     s = cast( p_0 + p_1 + ... + p_{n-1} )                   each rank's part, in rank order, in fp32
     h = ( r + rms_norm(s; post) ) * scalar                  with two parts: rms_norm( rms_norm(s_a; a) + rms_norm(s_b; b); post)
     h = s * scale                                           the first fused norm: an embedding has no residual and no norm
     x = rms_norm(h; next_norm)
 
-The order of casts is that of `kernels.norm`: each norm is rounded, then the sum, then the product.
-
-**Over ranks** (`AllReduceInbox`): a rank writes its part of a row into the inbox of every peer, then reads the parts from its own.
-The product of few rows writes its part itself (`kernels.linear.linear_send`); the fused norm then only reads.
-The data is its own flag. An empty inbox holds -0.0, and a part that is -0.0 is written as +0.0 (the sum is the same unless all
-parts are zero). The reader puts -0.0 back. There is no barrier:
+**Over ranks** (`AllReduceInbox`): a rank writes its part into every peer's inbox, then reads its
+own. The data is its own flag: an empty inbox holds -0.0, which parts write as +0.0. There is no
+barrier:
 
     call k     write part k to the peers | wait for all parts k | read them, put -0.0 back | h, x
     call k+1   begins after k on every rank, so no rank writes k+1 before it has read all of k
 
-So one buffer for every other call would be enough. An inbox has five: two for the first two calls of a forward, and three in turns
-for the rest. So a forward may have any number of calls above two, and two forwards in a row never meet in one buffer.
+An inbox has five buffers, two for a forward's first two calls and three in turn for the rest, so
+that forwards of any number of calls never meet in one.
 
-**Sharded**, for many rows on more than two ranks: rank i sums and norms the rows r with r mod n = i, keeps their residual, and
-writes x to all ranks, or h if there is no next norm.
+**Sharded**, for many rows on more than two ranks: rank i sums and norms rows r with r mod n = i,
+keeps their residual, and sends x to all ranks, or h without a next norm.
 """
 
 from collections.abc import Sequence
@@ -45,39 +42,32 @@ _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inb
 
 
 class Norms(NamedTuple):
-    """Weights [n] of a fused norm: `post`; with two parts a norm each (`halves`); `next_norm`, or None for no x.
-    packs: x may be `PackedRows`, for a product of packed operands."""
+    """Weights [n]."""
 
     post: Tensor | None
-    next_norm: Tensor | None
-    halves: tuple[Tensor, Tensor] | None = None
-    packs: bool = False
+    next_norm: Tensor | None  # None: no x
+    halves: tuple[Tensor, Tensor] | None = None  # a norm for each of two parts
+    packs: bool = False  # x may be `PackedRows`
 
 
 class Inbox:
-    """One rank's end of `memories`, one of each rank, which all ranks can write, for at most `rows` rows.
-
-    inbox     this rank's, in words of `dtype`; an empty word is `nothing`, a sign bit alone
-    pointers  int64 [size], to every rank's, its own too
-    """
+    """One rank's end of `memories`, one a rank, writable by all, for at most `rows` rows."""
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, dtype: torch.dtype) -> None:
         self.rank, self.size, self.rows = rank, len(memories), rows
+        # In words of `dtype`; an empty word is a sign bit alone.
         self.inbox, self.nothing = memories[rank].view(dtype), torch.iinfo(dtype).min
         self.pointers = torch.tensor([memory.data_ptr() for memory in memories], device=self.inbox.device)
         self.inbox.fill_(self.nothing)
 
     @property
     def empty(self) -> bool:
-        """Whether this rank has read all that came. Waits for the device."""
+        """Whether this rank has read everything. Synchronises."""
         return bool((self.inbox == self.nothing).all())
 
 
 class AllReduceInbox(Inbox):
-    """One rank's inbox, of `bytes(...)` bytes, for rows of at most `width` elements.
-
-    errors  int32 [2]: 1 once a peer's part did not come in time; that time in milliseconds
-    """
+    """One rank's inbox, of `bytes(...)` bytes, for rows of at most `width` elements."""
 
     sharded_rows = 65  # from which on fused norms are sharded
     sent_rows = 64  # up to which products write their parts themselves (`kernels.linear.linear_send`): none of them is sharded
@@ -85,27 +75,26 @@ class AllReduceInbox(Inbox):
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, width: int, dtype: torch.dtype) -> None:
         super().__init__(memories, rank, rows, _BITS[dtype])
         self.width = width
-        self.errors = self.inbox.new_zeros(2, dtype=torch.int32)
+        self.errors = self.inbox.new_zeros(2, dtype=torch.int32)  # 1 once a peer's part did not come in time; that time in ms
         self.wait_at_most(WAIT_S)
         self._calls = 0
 
     @torch.inference_mode()
     def wait_at_most(self, seconds: float) -> None:
-        """Sets how long kernels, captured ones too, wait for a part: a dead peer is an error, not a hung GPU."""
+        """Set how long kernels, captured ones too, wait for a part."""
         self.errors[1] = min(int(1000 * seconds), 2**31 - 1)
 
     @property
     def failed(self) -> bool:
-        """Whether a part did not come in time. Waits for the device."""
         return bool(self.errors[0])
 
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
-        """Bytes of one rank's inbox: each buffer has a part of each rank, and the rows that a sharded fused norm sends."""
+        """Each buffer has a part of each rank, and the rows that a sharded fused norm sends."""
         return BUFFERS * (size + 1) * rows * width * dtype.itemsize
 
     def begin(self) -> "AllReduceInbox":
-        """Begins a forward: its calls are numbered from here."""
+        """Begin a forward: its calls are numbered from here."""
         self._calls = 0
         return self
 
@@ -117,7 +106,7 @@ class AllReduceInbox(Inbox):
 
 @dataclass(frozen=True)
 class InboxPart:
-    """A part that its product has already written to `buffer` of the peers' inboxes."""
+    """A part that its product has already written to the peers' inboxes."""
 
     peers: AllReduceInbox
     buffer: int
@@ -134,11 +123,9 @@ def fused_allreduce_norm(
 ) -> tuple[Tensor, Activations | None]:
     """part [T, n], or [T, 2 n] for two parts -> (h [T, n], x [T, n] or None), in part's dtype.
 
-    With `peers`, part is this rank's; otherwise it is the whole sum. An `InboxPart` has its own peers, a residual and one branch.
-    Without `peers`, part may be [parts, T, n] (`kernels.linear.linear_parts`), which are added; the dtype is then the residual's.
-    residual [T, n]; None: the first fused norm, h = s * scale. scalar [1].
-    If peers shard the rows, h has this rank's rows only, and the next fused norm must get it unchanged; x is all of h if there is
-    no next norm.
+    With `peers`, part is this rank's, otherwise the whole sum, perhaps as [parts, T, n]
+    (`kernels.linear.linear_parts`). residual [T, n]; None: h = s * scale. scalar [1]. If peers
+    shard the rows, h has only this rank's, and the next fused norm must get it unchanged.
     """
     buffer, stages = 0, _ONE_SHOT
     if isinstance(part, InboxPart):
@@ -182,8 +169,8 @@ def _launch(
     buffer: int,
     stages: tuple[bool, ...] = _ONE_SHOT,
 ) -> None:
-    """Runs some `stages` of the kernel: not all if the product has sent the part; one by one under the interpreter, which runs
-    ranks one after the other."""
+    """Run some `stages`: not all if the product has sent the part; one by one under the
+    interpreter, which runs ranks in turn."""
     rows, n = h.shape
     size, inbox_rows, width = (1, 0, 0) if peers is None else (peers.size, peers.rows, peers.width)
     group = (None, None, None, 0) if peers is None else (peers.pointers, peers.inbox, peers.errors, peers.rank)
@@ -201,8 +188,8 @@ def _launch(
 
 
 def row_warps(n: int, dtype: torch.dtype) -> int:
-    """At most one warp for each warp's worth of words: if two warps polled the same word, one could read it before the other
-    saw it."""
+    """At most one warp for a warp's worth of words: if two polled one word, one could read it
+    before the other saw it."""
     words = next_power_of_2(n) * dtype.itemsize // 4
     return max(1, min(8 if n > 2048 else 4, words // 32))
 
@@ -212,13 +199,11 @@ def row_warps(n: int, dtype: torch.dtype) -> int:
 
 @triton.jit
 def normed(x, weight, N: constexpr, eps, dtype: constexpr):
-    """rms_norm of one row, rounded to `dtype`; x fp32 with zeros after n."""
     return (x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def hidden(total, post, residual, scalar, scale, N: constexpr, eps, dtype: constexpr):
-    """h of one row from its sum, fp32 holding values of `dtype`."""
     if post is None:
         h = (total * scale).to(dtype).to(tl.float32)
     else:
@@ -230,7 +215,7 @@ def hidden(total, post, residual, scalar, scale, N: constexpr, eps, dtype: const
 
 @triton.jit
 def inboxes_of(pointers, dtype: constexpr, SIZE: constexpr):
-    """Pointers to the inboxes of SIZE ranks. They are constant, so a kernel reads them before its PDL wait."""
+    """Pointers to SIZE inboxes, constant, so read before the PDL wait."""
     inboxes: tl.tuple = ()
     for peer in tl.static_range(SIZE):
         inboxes += (tl.multiple_of(tl.load(pointers + peer), 16).to(tl.pointer_type(dtype)),)
@@ -239,8 +224,8 @@ def inboxes_of(pointers, dtype: constexpr, SIZE: constexpr):
 
 @triton.jit
 def send(bits, inboxes, offset, lane, live, SIZE: constexpr, EMPTY: constexpr):
-    """Writes bits to elements `offset + lane` of every rank's inbox. `offset` is separate, so that the lanes' offsets stay
-    32 bits wide."""
+    """Write bits to elements `offset + lane` of every inbox. A separate `offset` keeps the lanes'
+    offsets 32 bits wide."""
     sent = without_negative_zero(bits, EMPTY)
     for peer in tl.static_range(SIZE):
         tl.store(inboxes[peer] + offset + lane, sent, live)
@@ -248,21 +233,21 @@ def send(bits, inboxes, offset, lane, live, SIZE: constexpr, EMPTY: constexpr):
 
 @triton.jit
 def _negative_zeros(bits, EMPTY: constexpr):
-    """EMPTY's bits where a value is -0.0, else 0. EMPTY is the sign bit of each value in `bits`: one value, or two of 16 bits.
-    A value is -0.0 if its sign is set and adding all ones to the rest does not carry into the sign."""
+    """EMPTY where a value is -0.0, else 0. EMPTY is the sign bit of each value in `bits`: one, or
+    two of 16 bits."""
+    # Adding all ones to the rest of -0.0 does not carry into the sign.
     return bits & EMPTY & ~((bits & ~EMPTY) + ~EMPTY)
 
 
 @triton.jit
 def without_negative_zero(bits, EMPTY: constexpr):
-    """`bits` with +0.0 for -0.0."""
     return bits & ~_negative_zeros(bits, EMPTY)
 
 
 @triton.jit
 def polled(polls, deadline, errors):
-    """(now, deadline) after one more poll. `deadline` is 0 before the first look and negative once the wait is over. About every
-    millisecond it reads the clock and the error flag: after a failed call nothing waits any more."""
+    """(now, deadline) after one more poll. `deadline` is 0 at first and negative once the wait is
+    over. About every ms it reads the clock and the error flag, so nothing waits after a failure."""
     LOOK: constexpr = 1 if INTERPRET else 1024
     polls += 1
     if polls % LOOK == 0:
@@ -275,7 +260,6 @@ def polled(polls, deadline, errors):
 
 @triton.jit
 def _parts(inbox, offset, lane, live, STRIDE: constexpr, COUNT: constexpr):
-    """COUNT parts of a row in their present state, in words."""
     parts: tl.tuple = ()
     for rank in tl.static_range(COUNT):
         parts += (tl.load(inbox + offset + rank * STRIDE + lane, live, 0, volatile=True),)
@@ -284,7 +268,6 @@ def _parts(inbox, offset, lane, live, STRIDE: constexpr, COUNT: constexpr):
 
 @triton.jit
 def _missing(parts, COUNT: constexpr, EMPTY: constexpr):
-    """Whether a word of them has not come."""
     absent = _negative_zeros(parts[0], EMPTY)
     for rank in tl.static_range(1, COUNT):
         absent |= _negative_zeros(parts[rank], EMPTY)
@@ -293,7 +276,7 @@ def _missing(parts, COUNT: constexpr, EMPTY: constexpr):
 
 @triton.jit
 def _receive(inbox, offset, lane, live, errors, STRIDE: constexpr, COUNT: constexpr, EMPTY: constexpr):
-    """Waits for COUNT parts of a row and returns their words; empties the inbox."""
+    """Wait for COUNT parts of a row; returns their words and empties the inbox."""
     parts = _parts(inbox, offset, lane, live, STRIDE, COUNT)
     missing, polls, deadline = _missing(parts, COUNT, EMPTY), 0, tl.full((), 0, tl.int64)
     while (missing > 0) & (deadline >= 0):

@@ -1,7 +1,7 @@
-"""What ranks write into each other's memory, each kernel once against plain torch: fused norms, products that send, choices.
+"""Checks the kernels that write into other ranks' memory against plain torch.
 
-Every rank draws the inputs of all, so that in plain torch each makes by itself what must come out. All ranks must run the same
-checks in the same order: one that leaves a check out keeps the others polling to their bound, and they find what came of it wrong.
+Every rank draws the inputs of all. All ranks must run the same checks in the same order, or the
+others poll to their bound and fail.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,6 @@ _INPUTS = 264  # columns of a product that is sent
 
 
 def inbox_checks(peers: AllReduceInbox, inbox: ArgmaxInbox, n: int) -> Iterator[Check]:
-    """Checks over inboxes that are in use by nobody: of rows of `n` elements, few ones and, where the inboxes hold so many, as many
-    as are shared out."""
     peers.begin()
     few = min(_ROWS, peers.rows, peers.sharded_rows - 1)
     yield Check(_NORM, "a fused norm over ranks", _allreduce_norms, (peers, few, n, 1))
@@ -41,12 +39,12 @@ def inbox_checks(peers: AllReduceInbox, inbox: ArgmaxInbox, n: int) -> Iterator[
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """In rank order, in fp32, rounded once."""
     return reduce(torch.add, (part.float() for part in parts)).to(parts[0].dtype)
 
 
 def _allreduce_norms(draw: RandomInputs, group: AllReduceInbox, rows: int, n: int, branches: int) -> Outputs:
-    """A layer's fused norm and, of one part, a forward's first. Of rows that are shared out, h is this rank's own alone."""
+    """A layer's fused norm and, of one part, a forward's first. Of shared rows h is this rank's
+    own."""
     parts = draw.floats(group.size, rows, branches * n)
     parts[..., 5::31] = -0.0  # what an inbox takes for nothing
     own = slice(group.rank, None, group.size) if rows >= group.sharded_rows else slice(None)
@@ -70,7 +68,7 @@ def _sent_product(draw: RandomInputs, group: AllReduceInbox, rows: int, n: int) 
 
 
 def _choices(draw: RandomInputs, group: ArgmaxInbox) -> Outputs:
-    """The last of the rows has a NaN among the last rank's logits."""
+    """The last row has a NaN among the last rank's logits."""
     logits, batch = sampled_rows(draw, group.size * _SHARE)
     logits[3, -1] = torch.nan
     rows, first, inbox = min(4, group.rows), 0, None

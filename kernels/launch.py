@@ -1,16 +1,14 @@
-"""Where every Triton kernel starts: its options, programmatic dependent launch, a count of late compilations.
+"""Where every Triton kernel starts: options, programmatic dependent launch, late compilations.
 
-Programmatic dependent launch (PDL, from sm_90 on): the CTAs of a kernel may start while the kernel before it still runs. A kernel
-that takes part declares `PDL: constexpr` and calls
+Programmatic dependent launch (PDL, from sm_90): a kernel's CTAs may start while the previous kernel
+runs. Such a kernel declares `PDL: constexpr` and calls
 
-    wait(PDL)      blocks until all kernels before it in the stream have ended and their writes are visible. A kernel reads whatever
-                   is not constant (activations, tables, lengths) after it. Every CTA calls it before its end, so completion is
-                   transitive and a kernel may rely on any earlier one. If the kernel before triggers after its own wait, the next
-                   may read, before its wait, what was written before that kernel (`kernels.verify`)
+    wait(PDL)      blocks until all earlier kernels of the stream have ended and their writes are visible. Every CTA calls it before
+                   its end, so completion is transitive. If the previous kernel triggers after its own wait, the next may read,
+                   before its wait, what was written before that kernel (`kernels.verify`)
     trigger(PDL)   the next kernel may start once every CTA of this one has called it or ended
 
-A kernel without `PDL` is launched without the attribute, so that it cannot end before its predecessors. Under TRITON_INTERPRET=1,
-and on GPUs below sm_90, `PDL` is False and both do nothing.
+A kernel without `PDL` is launched without the attribute, so it cannot end before its predecessors.
 """
 
 import time
@@ -31,7 +29,7 @@ INTERPRET = constexpr(triton.knobs.runtime.interpret)
 
 
 def cdiv(n: int, by: int) -> int:
-    """n / by, rounded up; Triton's function of this name is ten times slower."""
+    """n / by, rounded up; ten times faster than Triton's."""
     return -(-n // by)
 
 
@@ -65,8 +63,6 @@ _SHARED = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448}
 
 
 class OnDevice(Protocol):
-    """A tensor, or what holds tensors of one device."""
-
     @property
     def device(self) -> torch.device: ...
 
@@ -79,8 +75,6 @@ class OnDevice(Protocol):
 
 @dataclass
 class _Launcher:
-    """What this process has launched: Triton's compiled kernels by id."""
-
     compiled: dict[int, Any] = field(default_factory=dict)
     ready: bool = False
     late: int = 0
@@ -96,14 +90,13 @@ PendingTensor = Callable[[], Tensor]  # makes the current stream wait for it, an
 
 
 def enabled(x: OnDevice) -> bool:
-    """Whether Triton kernels take `x` (not in `plain_torch`): it is on a GPU, the interpreter is on, or launches are only
-    listed and it is on meta."""
+    """Whether Triton kernels take `x`: on a GPU, under the interpreter, or on meta while launches
+    are listed; never in `plain_torch`."""
     return not _launcher.plain and (x.is_cuda or INTERPRET.value or (x.is_meta and _launcher.target is not None))
 
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """All ops inside the `with` run in plain torch."""
     _launcher.plain = True
     try:
         yield
@@ -118,7 +111,6 @@ def check_contiguous(*tensors: Tensor | None) -> None:
 
 
 def shared_memory(x: OnDevice) -> int:
-    """Bytes of shared memory of a block on `x`'s GPU or the recorder's target; an H200's under the interpreter."""
     target = _device_capability(x.device.index) if x.is_cuda else _launcher.target or (9, 0)
     return _SHARED.get(target, 101376)
 
@@ -126,7 +118,7 @@ def shared_memory(x: OnDevice) -> int:
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 3, registers: int | None = None, **constexprs: Any
 ) -> None:
-    """Starts `kernel` on the current device and stream. `PDL` follows from the GPU, if the kernel declares it."""
+    """Start `kernel` on the current device and stream. `PDL` follows from the GPU, if declared."""
     if "PDL" in kernel.arg_names:
         constexprs["PDL"] = _has_pdl()
     choices = {**constexprs, "warps": warps, "stages": stages, "registers": registers}
@@ -142,15 +134,15 @@ def launch(
 
 
 def compiler_options(choices: dict[str, Any]) -> dict[str, Any]:
-    """A launch's options in Triton's words; `registers`: the most a thread may use. Multiply-adds are always fused, because
-    from 3.9 on Triton warns that its default will change."""
+    """A launch's options in Triton's words. Multiply-adds are always fused: from 3.9 on Triton
+    warns that its default will change."""
     options = {"num_warps": choices["warps"], "num_stages": choices["stages"], "maxnreg": choices["registers"]}
     return {**options, "launch_pdl": choices.get("PDL", False), "enable_fp_fusion": True}
 
 
-def beside(run: Callable[[], Tensor], x: OnDevice) -> PendingTensor:
-    """Runs `run`, which reads `x`, on a second stream of x's GPU after all launches so far, with the same priority; on a CPU
-    at once. Returns a function that gives its result. Call it before `x` is freed."""
+def on_second_stream(run: Callable[[], Tensor], x: OnDevice) -> PendingTensor:
+    """Run `run`, which reads `x`, on a second stream after all launches so far; on a CPU at once.
+    Call the returned function for the result before `x` is freed."""
     if not x.is_cuda:
         result = run()
         return lambda: result
@@ -167,7 +159,7 @@ def beside(run: Callable[[], Tensor], x: OnDevice) -> PendingTensor:
 
 
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU, or of the recorder's target if launches are only listed; 1 on a CPU."""
+    """Multiprocessors of a GPU, or of the recorder's target; 1 on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return _launcher.processors if device.type == "meta" else 1
@@ -175,9 +167,8 @@ def processors(device: torch.device) -> int:
 
 @contextmanager
 def recorded(recorder: Callable[..., None], target: tuple[int, int] | None, processors: int) -> Iterator[None]:
-    """Each launch inside the `with` calls `recorder` with its kernel, grid, arguments, and constexprs with options. With a `target`
-    (compute capability) no kernel starts, and ops on tensors of the meta device choose kernels, tiles and grids as on such a
-    GPU with that many streaming multiprocessors. AssertionError inside another recorder's `with`."""
+    """`recorder` gets kernel, grid, arguments, and constexprs with options. With a `target`
+    (compute capability) nothing starts, and ops on meta tensors choose as on such a GPU."""
     assert _launcher.recorder is None, "a recorder is active"
     _launcher.recorder, _launcher.target, _launcher.processors = recorder, target, processors
     try:
@@ -187,12 +178,12 @@ def recorded(recorder: Callable[..., None], target: tuple[int, int] | None, proc
 
 
 def ready() -> None:
-    """Starts to count late compilations: from here on they stall requests."""
+    """Count compilations from here on as late."""
     _launcher.ready = True
 
 
 def late_compilations() -> int:
-    """Variants compiled after `ready`. Each stalled a step by up to seconds. 0 in a warmed process."""
+    """Variants compiled after `ready`, each of which stalled a step by up to seconds."""
     return _launcher.late
 
 

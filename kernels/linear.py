@@ -1,16 +1,13 @@
-"""Weight products and what follows each in the same kernel, its epilogue.
+"""Weight products with their epilogue in the same kernel.
 
     linear(x; W)                 = cast( x W^T )
     linear(x; W, GEGLU)          = cast( gelu_tanh(x G^T) * x U^T )        W = [G; U]
     linear(x; W, gelu_times(u))  = cast( gelu_tanh(x W^T) * u )
 
-x [T, n], W [m, n], contiguous. W is plain, or packed (`kernels.packed`): both operands of a product are fp8, and the sum is
-multiplied by the scales of its row of x and its row of W; or x is plain, and weights of four bits are made numbers in registers. A
-decode step reads every weight once. The kernels for few rows exist to
-keep memory busy: they load weights, which are constant, before they wait for the kernels before them (kernels.launch), and x after.
-One row or two: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 64, and more with few outputs: `tl.dot` on
-tiles in shared memory (`_gemm`), rows padded. More rows, and dtypes other than bf16: the library. All sums are fp32. A row's result
-depends on that row alone, and on the kernel and tile that `kernels.tiles` names for the number of rows.
+x [T, n], W [m, n], contiguous; W is plain, or packed (`kernels.packed`). One row or two: `_gemv`.
+Up to 64, more with few outputs: `_gemm`. Otherwise, and for dtypes other than bf16: the library. A
+row's result depends only on that row, and on the kernel and tile that `kernels.tiles` names for the
+row count.
 """
 
 from typing import NamedTuple
@@ -43,14 +40,9 @@ from kernels.tiles import GemmShape, Tile, choose
 
 
 class Epilogue(NamedTuple):
-    """What follows a product.
-
-    gated  W is [G; U];  up [T, m]  what the product's GELU is multiplied by, rows may lie apart;  dtype  of the result, None: x's
-    """
-
-    gated: bool = False
-    up: Tensor | None = None
-    dtype: torch.dtype | None = None
+    gated: bool = False  # W is [G; U]
+    up: Tensor | None = None  # [T, m], factor of the product's GELU; rows may be strided
+    dtype: torch.dtype | None = None  # of the result; None: x's
 
 
 NONE, GEGLU = Epilogue(), Epilogue(gated=True)
@@ -58,17 +50,18 @@ FP32 = Epilogue(dtype=torch.float32)  # the product is not rounded to x's dtype:
 
 
 def gelu_times(up: Tensor) -> Epilogue:
-    """gelu_tanh(x W^T) * up."""
     return Epilogue(up=up)
 
 
 def linear(
     x: Activations, weight: Matrix, epilogue: Epilogue = NONE, out: Tensor | None = None, added: LowRank | None = None
 ) -> Tensor:
-    """x [T, n], weight [m, n] -> [T, m] in the epilogue's dtype, or in `out`; gated: weight [2 m, n]. `added` comes before the
-    epilogue.
+    """x [T, n], weight [m, n] -> [T, m] in the epilogue's dtype, or in `out`; gated: weight [2 m,
+    n]. `added` comes before the epilogue.
 
-    Up to 64 rows on a GPU a gated product stays fp32 until the one cast; elsewhere it is rounded to x's dtype before the gate."""
+    Few gated rows on a GPU stay fp32 until the one cast; others are rounded to x's dtype before the
+    gate.
+    """
     packed = packed_matrix(weight)
     tile = _tile(x, packed, gated=epilogue.gated)
     if tile is not None and (added is None or added.fits(tile, gated=epilogue.gated)):
@@ -87,15 +80,16 @@ def linear(
 
 
 def linear_gated(x: Activations, weight: Matrix) -> Activations:
-    """`linear` with GEGLU for a product of packed operands: of many rows the result comes as `PackedRows`."""
+    """`linear` with GEGLU for a packed product: the result of many rows is `PackedRows`."""
     if enabled(x) and _tile(x, packed_matrix(weight), gated=True) is None:
         return geglu_rows(linear(x, weight))
     return linear(x, weight, GEGLU)
 
 
 def linear_send(x: Activations, weight: Matrix, peers: AllReduceInbox, added: LowRank | None = None) -> InboxPart | None:
-    """x [T, n], weight [m, n]: this rank's part of a sum over ranks, `added` in it, written to every rank's inbox by the product's
-    own kernel, for the next fused norm. None, and nothing done, for more rows than pay, or where that kernel cannot do it all."""
+    """x [T, n], weight [m, n]: this rank's part of a sum, `added` included, written to every inbox
+    by the product's kernel. None, without effect, for too many rows or where that kernel cannot do
+    it all."""
     packed = packed_matrix(weight)
     tile = _tile(x, packed) if len(x) <= peers.sent_rows else None
     if tile is None or not (added is None or added.fits(tile, gated=False)):
@@ -107,8 +101,8 @@ def linear_send(x: Activations, weight: Matrix, peers: AllReduceInbox, added: Lo
 
 
 def linear_parts(x: Activations, weight: Matrix, added: LowRank | None = None) -> Tensor:
-    """x [T, n], weight [m, n] -> [T, m] in x's dtype; or, where so few outputs would leave processors idle, fp32 [parts, T, m],
-    each part summed over its share of the inner dimension, for `kernels.fused_allreduce_norm` to add."""
+    """x [T, n], weight [m, n] -> [T, m]; or, where few outputs would leave processors idle, fp32
+    [parts, T, m], summed by `kernels.fused_allreduce_norm`."""
     packed = packed_matrix(weight)
     tile = _tile(x, packed, parts=True)
     if tile is None or tile.splits == 1 or not (added is None or added.fits(tile, gated=False)):
@@ -131,8 +125,8 @@ def _library(x: Activations, weight: PackedMatrix, out: Tensor) -> Tensor:
 
 
 def _tile(x: Activations, weight: PackedMatrix, *, gated: bool = False, parts: bool = False) -> Tile | None:
-    """The product's tile (`choose`); None: the library computes it. AssertionError unless shapes, dtypes and contiguity are as the
-    kernels take them for granted."""
+    """The product's tile, or None for the library. AssertionError unless shapes, dtypes and
+    contiguity fit."""
     rows, n = x.shape
     assert n == weight.columns, (x.shape, weight.values.shape)
     assert weight.dtype in (None, x.dtype), (x.dtype, weight.dtype)
@@ -151,7 +145,6 @@ def _run(
     sent: InboxPart | None = None,
     added: LowRank | None = None,
 ) -> Tensor:
-    """Starts `tile`'s kernel. sent: it writes to that buffer of the inboxes, and `out` is this rank's own."""
     up, k = epilogue.up, x.shape[1]
     assert up is None or up.stride(1) == 1, up.stride()
     m = weight.rows // (1 + epilogue.gated)
@@ -183,7 +176,6 @@ def _store(
     total, out, row, column, live, inboxes, rank, buffer,
     SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr,
 ):  # fmt: skip
-    """`total` to its rows of `out`, or, rounded to the dtype whose bits inboxes hold, to this rank's part in every rank's inbox."""
     if SIZE == 0:
         tl.store(out + row.to(tl.int64) * WIDTH + column, cast(total, out.dtype.element_ty), live)
     else:
@@ -203,7 +195,8 @@ def _load(base, TURN: constexpr, K: constexpr, BK: constexpr, POLICY: constexpr)
 
 @triton.jit
 def _add_products(sums, tile, values, LANE: constexpr):
-    """`sums` [BN, BK / LANE] and the products of a weight tile [BN, BK] with a row's values [1, BK], LANE neighbours at once."""
+    """Add a weight tile [BN, BK] times a row's values [1, BK] to `sums` [BN, BK / LANE], LANE
+    neighbours at once."""
     products = tl.reshape(tile.to(tl.float32) * values, [sums.shape[0], sums.shape[1], LANE])
     return sums + tl.sum(products, 2)
 
@@ -215,8 +208,8 @@ def _gemv(
     SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr,
     ADAPTERS: constexpr, SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of ROWS of the rows. A thread adds up products of neighbouring columns, 16 bytes of them, at once; the sum over
-    threads comes last. The loop over K is unrolled, so that EARLY weight tiles are always on their way."""
+    """BN outputs of ROWS rows. A thread sums neighbouring columns, 16 bytes at once. The unrolled
+    loop keeps EARLY weight tiles in flight."""
     trigger(PDL)
     TILES: constexpr = (K + BK - 1) // BK
     LANE: constexpr = 8 if scale is None else 16
@@ -278,9 +271,9 @@ def _gemm(
     WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr, ADAPTERS: constexpr, TOGETHER: constexpr,
     SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of up to ROWS rows, with BLOCKS of one block of them; rows after T are zero: were they to repeat one, all CTAs
-    would wait for its cache lines. Of SPLITS parts of the inner dimension a CTA has one. It has no trigger: the next kernel's CTAs
-    would take the place of its own."""
+    """BN outputs of up to ROWS rows, BLOCKS of one block. Rows after T are zero: repeating one
+    would make all CTAs wait for its cache lines. No trigger: the next kernel's CTAs would displace
+    its own."""
     start = tl.program_id(0) * BN
     column = start + tl.arange(0, BN)
     at_row = tl.minimum(column, M - 1).to(tl.int64)[:, None]

@@ -1,9 +1,9 @@
-"""RMSNorm, and the fused norm of Gemma's sandwich: post-norm, residual add, layer scalar.
+"""RMSNorm and the fused norm of Gemma's sandwich.
 
     rms_norm(x; w)       = cast( x * (mean(x^2) + eps)^(-1/2) * w )            all in fp32, one cast; w as stored, not 1 + w
     norm_add(r, x; w, s) = ( r + rms_norm(x; w) ) * s                          the add and the product in x's dtype
 
-The order of casts is transformers': the norm is rounded before the add, the sum before the product.
+As in transformers, the norm is rounded before the add, the sum before the product.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """x [..., n], weight [n] or None (no weight) -> [..., n] in `dtype`, by default x's."""
+    """x [..., n], weight [n] or None -> [..., n] in `dtype`, by default x's."""
     wide = x.float()
     normed = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
     if weight is not None:
@@ -20,6 +20,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | 
 
 
 def norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
-    """residual and x [T, n] of one dtype, weight [n], scalar [1] or None (one) -> [T, n]."""
+    """residual and x [T, n], weight [n], scalar [1] or None -> [T, n]."""
     total = residual + rms_norm(x, weight, eps)
     return total if scalar is None else total * scalar

@@ -1,7 +1,7 @@
-"""Casts and products for Triton kernels that give the same on a GPU and under the interpreter.
+"""Casts and products that give the same on a GPU and under the interpreter.
 
-The interpreter cuts fp32 off where bf16 rounds to nearest, loses the carry of a mantissa that e4m3 rounds up, makes
-large numbers and NaN others in e4m3, and multiplies bf16 operands' bit patterns; see `kernels.launch`.
+The interpreter truncates fp32 to bf16, mishandles e4m3 (carry, large numbers, NaN), and multiplies
+bf16 operands' bit patterns.
 """
 
 import triton
@@ -32,7 +32,7 @@ def cast(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def operand(x):
-    """Numbers of pages as products take them: e4m3 as fp16, which holds each of them; others as they are."""
+    """Page numbers for products: e4m3 as fp16, others unchanged."""
     if x.dtype == tl.float8e4nv:
         x = x.to(tl.float16)
     return x
@@ -40,7 +40,7 @@ def operand(x):
 
 @triton.jit
 def halves(x):
-    """x, of int16, each two e4m3 numbers -> the low ones and the high ones, in fp16."""
+    """x of int16, each two e4m3 numbers -> the low ones and the high ones, in fp16."""
     if INTERPRET:
         low = (x & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         return low, (x >> 8 & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
@@ -53,7 +53,7 @@ def halves(x):
 
 @triton.jit
 def dot(a, b):
-    """a [m, k] times b [k, n] of one dtype, summed in fp32; fp32 operands are not cut to tf32."""
+    """a [m, k] times b [k, n], summed in fp32; fp32 operands are not cut to tf32."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b, input_precision="ieee")
@@ -61,7 +61,7 @@ def dot(a, b):
 
 @triton.jit
 def add_product(x, weight, total, SWAP: tl.constexpr):
-    """x [m, k], weight [n, k] of one dtype: total [m, n] + x weight^T; with SWAP total [n, m] + weight x^T."""
+    """x [m, k], weight [n, k]: total [m, n] + x weight^T; with SWAP total [n, m] + weight x^T."""
     if INTERPRET:
         x, weight = x.to(tl.float32), weight.to(tl.float32)
     if SWAP:
@@ -73,7 +73,8 @@ def add_product(x, weight, total, SWAP: tl.constexpr):
 
 @triton.jit
 def softmax_step(scores, row_max, row_sum):
-    """One step of an online softmax: the new row_max, in base 2, the weights, by what older sums are rescaled, the new row_sum."""
+    """One step of an online softmax in base 2: new row_max, weights, factor of older sums, new
+    row_sum."""
     new_max = tl.maximum(row_max, tl.max(scores, 1) * LOG2E)
     weights = tl.exp2(scores * LOG2E - new_max[:, None])
     rescale = tl.exp2(row_max - new_max)
@@ -82,8 +83,7 @@ def softmax_step(scores, row_max, row_sum):
 
 @triton.jit
 def first_use(x):
-    """x, of 16 or 8 bits, not used before: loads until here are in flight together, none waits for another to reach shared
-    memory."""
+    """Mark x (16 or 8 bits) as used, so that earlier loads are in flight together."""
     if INTERPRET:
         return x
     PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
@@ -92,6 +92,5 @@ def first_use(x):
 
 @triton.jit
 def prefetch(at):
-    """Asks for the lines of 128 bytes at these addresses to be brought to L2."""
     if not INTERPRET:
         tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)

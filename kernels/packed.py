@@ -4,8 +4,8 @@
             x = values * scale      values e4m3 [T, n], scale fp32 [T]: the row's largest magnitude / 448
     int4    W = (q - z) * scale     `kernels.four_bits`; x is not packed
 
-A product of fp8 operands sums e4m3 x e4m3 in fp32 and multiplies the sum by both scales. One with int4 weights is that of the
-values, rounded to x's dtype.
+fp8 products sum e4m3 x e4m3 in fp32 and multiply by both scales; int4 weights are rounded to x's
+dtype first.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ Load = Literal["plain", "fp8", "int4"]
 
 
 class PackedMatrix(NamedTuple):
-    """W [m, n], or that of each expert [experts, m, n], as kernels load it.
+    """W [m, n], or of each expert [experts, m, n], as kernels load it.
 
     plain   values [..., m, n]
     fp8     values [..., m, n], scale fp32 [..., m]
@@ -42,23 +42,21 @@ class PackedMatrix(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """m."""
         return self.values.shape[-2]
 
     @property
     def columns(self) -> int:
-        """n."""
         return self.values.shape[-1] * (8 if self.load == "int4" else 1)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What x must have; None: any."""
+        """The dtype that x must have, or None."""
         kept = {"plain": self.values, "int4": self.scale}.get(self.load)
         return kept.dtype if kept is not None else None
 
     @property
     def group(self) -> int:
-        """Neighbouring columns that share a scale; 0: not in groups."""
+        """Neighbouring columns that share a scale; 0 without groups."""
         if self.load != "int4":
             return 0
         assert self.scale is not None
@@ -66,11 +64,9 @@ class PackedMatrix(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What it holds."""
         return [tensor for tensor in (self.values, self.scale, self.zero) if tensor is not None]
 
     def of_expert(self, expert: int) -> "PackedMatrix":
-        """One expert's matrix [m, n]."""
         scale = None if self.scale is None else self.scale[expert]
         zero = None if self.zero is None else self.zero[expert]
         return PackedMatrix(self.values[expert], scale, self.load, zero)
@@ -81,7 +77,7 @@ Matrix = Tensor | PackedMatrix
 
 @dataclass(frozen=True)
 class PackedRows:
-    """x [T, n] as values e4m3 [T, n] and scale fp32 [T]; dtype: of the rows before."""
+    """x [T, n] as values e4m3 [T, n] and scale fp32 [T]; dtype: the original."""
 
     values: Tensor
     scale: Tensor
@@ -89,7 +85,6 @@ class PackedRows:
 
     @classmethod
     def empty(cls, x: Tensor) -> "PackedRows":
-        """Rows of x's shape, to be written."""
         return cls(x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), dtype=torch.float32), x.dtype)
 
     def __len__(self) -> int:
@@ -112,7 +107,6 @@ class PackedRows:
         return self.values.is_meta
 
     def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor on the rows' device, by default of their dtype."""
         return self.values.new_empty(shape, dtype=dtype or self.dtype)
 
 
@@ -120,7 +114,6 @@ Activations = Tensor | PackedRows
 
 
 def packed_matrix(matrix: Matrix) -> PackedMatrix:
-    """A plain tensor as a `PackedMatrix` too."""
     return PackedMatrix(matrix) if isinstance(matrix, Tensor) else matrix
 
 
@@ -131,7 +124,7 @@ def fp8_matrix(matrix: Tensor) -> PackedMatrix:
 
 
 def unpacked(matrix: PackedMatrix) -> Tensor:
-    """The matrix's values: fp32, those of int4 in its scale's dtype."""
+    """Values: fp32, those of int4 in its scale's dtype."""
     if matrix.load == "int4":
         assert matrix.scale is not None
         return unpacked_groups(matrix.values, matrix.scale, matrix.zero)
@@ -140,7 +133,7 @@ def unpacked(matrix: PackedMatrix) -> Tensor:
 
 
 def pack_rows(x: Activations) -> PackedRows:
-    """x [T, n] -> each row in e4m3 with a scale of its own. A row that has NaN or infinity gives NaN."""
+    """x [T, n] -> rows in e4m3 with a scale each. A row with NaN or infinity gives NaN."""
     if isinstance(x, PackedRows):
         return x
     check_contiguous(x)
@@ -153,7 +146,6 @@ def pack_rows(x: Activations) -> PackedRows:
 
 
 def operands(x: Activations, weight: PackedMatrix) -> tuple[Tensor, Tensor | None]:
-    """x as a kernel reads it for a product with `weight`: values, and scale for an fp8 weight."""
     if weight.load != "fp8":
         assert isinstance(x, Tensor), "only products of fp8 weights read packed rows"
         return x, None
@@ -162,12 +154,13 @@ def operands(x: Activations, weight: PackedMatrix) -> tuple[Tensor, Tensor | Non
 
 
 def scale_warps(block: int) -> int:
-    """Warps of a program that scales a row of up to `block` numbers. More would wait for room while the product before it runs."""
+    """Warps for a row of up to `block` numbers. More would wait while the previous product runs."""
     return 4 if block <= 8192 else 8
 
 
 def scaled_product(x: PackedRows, weight: PackedMatrix, out: Tensor) -> Tensor:
-    """x [T, n] and an fp8 weight [m, n] -> `out` [T, m], by the library, which takes multiples of 16 on a GPU."""
+    """x [T, n] and an fp8 weight [m, n] -> `out` [T, m], by the library, which needs multiples of
+    16 on a GPU."""
     assert weight.scale is not None
     multiples = x.shape[1] % 16 == 0 and weight.rows % 16 == 0
     if out.is_cuda and enabled(out) and out.dtype == torch.bfloat16 and multiples and len(out):
@@ -179,7 +172,7 @@ def scaled_product(x: PackedRows, weight: PackedMatrix, out: Tensor) -> Tensor:
 
 @triton.jit
 def scaled(total, x_scale, scale, row, column, M: constexpr):
-    """Sums of a product of fp8 operands times the scales of their rows of x and of W [M, n]; other sums unchanged."""
+    """fp8 sums times the scales of their rows of x and of W [M, n]; other sums unchanged."""
     if x_scale is not None:
         total *= tl.load(x_scale + row) * tl.load(scale + tl.minimum(column, M - 1))
     return total
@@ -187,7 +180,6 @@ def scaled(total, x_scale, scale, row, column, M: constexpr):
 
 @triton.jit
 def scaled_tile(total, x_scale, scale, row, column, M: constexpr, SWAP: constexpr):
-    """`scaled` of a tile [rows, columns], with SWAP [columns, rows]."""
     if SWAP:
         total = scaled(total, x_scale, scale, row[None, :], column[:, None], M)
     else:
@@ -197,7 +189,7 @@ def scaled_tile(total, x_scale, scale, row, column, M: constexpr, SWAP: constexp
 
 @triton.jit
 def store_scaled(x, values, scale, row, N: constexpr, BLOCK: constexpr):
-    """Writes row x [BLOCK], fp32 with zeros from N on, to row `row` of values [T, N] and scale [T]."""
+    """Write row x [BLOCK], fp32 with zeros from N on, to `row` of values [T, N] and scale [T]."""
     lane = tl.arange(0, BLOCK)
     factor = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1e-12)
     tl.store(values + row * N + lane, cast(x / factor, values.dtype.element_ty), lane < N)

@@ -1,9 +1,8 @@
-"""Attention over pages in plain torch: what the ops of decode rows, of rows with drafts and of prefill chunks have in common.
+"""Attention over pages in plain torch, for decode, verify and prefill.
 
     o_i = sum_j softmax_j( q_i . k_j ) v_j     over the keys j that query i sees:  j <= last_seen_i, and j > p_i - window
 
-Scale 1.0, no cap; scores, softmax and sums are fp32. What lies where no query of a row sees, NaN included, changes nothing: scores
-and values are replaced, not multiplied by zero.
+Scale 1.0, no cap; fp32. Unseen values may be NaN: they are replaced, not multiplied by zero.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,9 +17,10 @@ _GATHERED = 1 << 20  # elements of K gathered at once: what a cache holds
 
 
 def attend_rows(q: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, window: int | None, out: Tensor) -> None:
-    """The attention of `rows` rows of `q_len` queries each: `kernels.verify.verify_attention` in plain torch.
+    """`kernels.verify.verify_attention` in plain torch, of `rows` rows of `q_len` queries.
 
-    q and out [rows * q_len, heads, d]; pool one layer's; page_ids int32 [rows, width]; positions int32 [rows * q_len]
+    q and out [rows * q_len, heads, d]; pool one layer's; page_ids int32 [rows, width]; positions
+    int32 [rows * q_len]
     """
     rows = len(page_ids)
     queries, attended = (x.unflatten(0, (rows, -1)) for x in (q, out))
@@ -35,10 +35,11 @@ def attend_rows(q: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, wi
 def attention(
     q: Tensor, pool: Tensor, page_ids: Tensor, first: Tensor, positions: Tensor, window: int | None, last_seen: Tensor
 ) -> Tensor:
-    """q [rows, n, heads, d] at positions int [rows, n] -> the same shape and dtype; below position 0 anything comes out.
+    """q [rows, n, heads, d] at positions int [rows, n] -> the same shape and dtype; undefined below
+    position 0.
 
     pool       one layer's [pages, 2, kv_heads, page, d], K at [:, 0], V at [:, 1]
-    page_ids   int [rows, pages]: the pages `first` int [rows] and on of each row; entries after the last key seen are not read
+    page_ids   int [rows, pages]: from page `first` int [rows] on; entries after the last key seen are not read
     last_seen  int [rows, n], the last position that each query sees
     """
     rows, n, _, d = q.shape
@@ -60,13 +61,12 @@ def attention(
 
 
 def pages_of(bound: int, page: int, window: int | None) -> int:
-    """Pages that a query reads whose position is below `bound`, at most."""
+    """Most pages that a query below position `bound` reads."""
     whole = cdiv(bound, page)
     return whole if window is None else min(whole, (window - 2) // page + 2)
 
 
 def _row_blocks(bounds: Sequence[int], pool: Tensor, window: int | None) -> Iterator[tuple[slice, int]]:
-    """Runs of rows, and how many pages each row of a run reads: enough for its longest bound, in all what is gathered at once."""
     page, held = pool.shape[3], _GATHERED // pool[0, 0].numel()
     first = 0
     while first < len(bounds):

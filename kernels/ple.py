@@ -1,8 +1,8 @@
-"""What every layer's per-layer embedding is: a norm of the projected hidden state, and the token's own row.
+"""Per-layer embeddings: a norm of the projected hidden state, and the token's own row.
 
     ple = ( rms_norm(context * a; w) + tokens * b ) / sqrt(2)          rms_norm over each layer's part
 
-Each of the five results is rounded to the inputs' dtype, as transformers rounds them.
+Each of the five results is rounded to the inputs' dtype, as in transformers.
 """
 
 import triton
@@ -38,7 +38,6 @@ def _per_layer(
     context, tokens, norm, out, eps, a, b,
     LAYERS: constexpr, N: constexpr, HELD: constexpr, WIDTH: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """A token's HELD layers."""
     trigger(PDL)
     DTYPE: constexpr = out.dtype.element_ty
     layer, lane = tl.program_id(1) * HELD + tl.arange(0, HELD), tl.arange(0, WIDTH)

@@ -1,8 +1,7 @@
-"""Compiles kernels before their first launch, without a GPU or in other processes than the one that launches them.
+"""Compiles kernels before their first launch, without a GPU or in other processes.
 
-`listed(target)` lists the launches inside it and starts none: ops on tensors of the meta device choose kernels, tiles and grids as
-on a GPU of that compute capability. `precompile` compiles a listed launch into Triton's cache on disk, under the key that
-the launch will look up. A process that launches it loads it in milliseconds.
+`listed(target)` lists launches without starting them: ops on meta tensors choose as on that GPU.
+`precompile` compiles one into Triton's disk cache, under the key that the launch will look up.
 """
 
 from collections.abc import Hashable, Iterator
@@ -25,17 +24,14 @@ from kernels.launch import INTERPRET, compiler_options, recorded
 
 @dataclass(frozen=True)
 class ListedLaunch:
-    """One launch: the kernel's name, its grid, its constexprs and options, and the key of its compilation.
-
-    specialization  of each parameter its type in Triton's words and what is compiled in: of "constexpr" the value, of others
-    "D" if it
-                    is divisible by 16;  empty under the interpreter
-    """
+    """One launch: kernel, grid, constexprs and options, and the key of its compilation."""
 
     kernel: str
     grid: tuple[int, ...]
     constexprs: dict[str, Any]
     function: Any = field(default=None, compare=False, repr=False)
+    # Triton's type of each parameter, and what is compiled in: the value of a "constexpr", "D" for
+    # one divisible by 16;  empty under the interpreter
     specialization: tuple[tuple[str, Any], ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -45,9 +41,8 @@ class ListedLaunch:
 
 
 def set_cache_keys() -> None:
-    """Sets Triton's cache keys of all our functions in one order. A key includes the globals of a called function only if
-    that one's key
-    was set before (`triton.runtime.jit.DependenciesFinder`); otherwise one process would not find what another compiled."""
+    """A key includes a called function's globals only if that function's key was set before
+    (`triton.runtime.jit.DependenciesFinder`), so set all in one order."""
     for module in sorted(iter_modules(kernels.__path__), key=attrgetter("name")):
         for function in vars(import_module(f"kernels.{module.name}")).values():
             if isinstance(function, JITFunction):
@@ -56,16 +51,16 @@ def set_cache_keys() -> None:
 
 @contextmanager
 def listed(target: tuple[int, int] | None = None, processors: int = 132) -> Iterator[list[ListedLaunch]]:
-    """Lists the launches made inside the `with`, in order. With a `target` (compute capability and streaming
-    multiprocessors) no kernel starts."""
+    """Lists the launches made inside the `with`. With a `target` (compute capability) no kernel
+    starts."""
     launches: list[ListedLaunch] = []
     with recorded(lambda *launched: launches.append(_listed(*launched)), target, processors):
         yield launches
 
 
 def precompile(launch: ListedLaunch, target: tuple[int, int]) -> Any:
-    """Triton's compiled kernel of the launch for compute capability `target`; memory counts as 16-byte aligned, as torch
-    allocates it."""
+    """Triton's compiled kernel for compute capability `target`; memory counts as 16-byte aligned,
+    as torch allocates it."""
     major, minor = target
     gpu, function = GPUTarget("cuda", 10 * major + minor, 32), launch.function
     options = compiler_options(launch.constexprs)
@@ -81,5 +76,5 @@ def _listed(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], choices: 
 
 @cache
 def _binder(kernel: Any) -> Any:
-    """Triton's first step of a launch: from arguments to what is compiled in."""
+    """From arguments to what is compiled in."""
     return create_function_from_signature(kernel.signature, kernel.params, BaseBackend)

@@ -1,13 +1,9 @@
-"""Paged attention of prefill chunks: many queries of one sequence, keys read from its pages.
-
-    extend_attention    all chunks of a step, cut into tiles of queries (`kernels.chunks.extend_tiles`)
-    paged_prefill       one chunk
+"""Paged attention of prefill chunks.
 
     o_i = sum_j softmax_j( q_i . k_j ) v_j     over the keys j that position i sees:  j <= i, and j > i - window if there is one
 
-Positions of an image see each other both ways: j <= last_seen_i there, the position of its last token, which is in the same chunk.
-Scale 1.0, no cap. Query head h reads KV head h // (heads / kv_heads). Scores, softmax and sums are fp32. Pages that no query of
-the chunk sees are not touched: what lies there, NaN included, changes nothing.
+In an image's span j <= last_seen_i, the position of its last token, in the same chunk. Scale 1.0,
+no cap; fp32. Unseen pages may be NaN.
 """
 
 
@@ -29,7 +25,7 @@ _SCORES = 1 << 26  # scores held at once (256 MiB): long chunks run in blocks of
 
 
 def tile_tokens(heads: int, kv_heads: int) -> int:
-    """Queries of one sequence that a tile holds: times heads of a KV head _TILE_ROWS rows of a matrix product."""
+    """Queries in a tile: times heads of a KV head _TILE_ROWS rows."""
     return max(1, _TILE_ROWS // (heads // kv_heads))
 
 
@@ -42,14 +38,15 @@ def extend_attention(
     out: Tensor,
     last_seen: Tensor | None = None,
 ) -> None:
-    """q [T, heads, d], normed and roped, in `kernels.qkv.query_dtype` -> out [T, heads, d]; rows that no tile names are left alone.
+    """q [T, heads, d], normed and roped, in `kernels.qkv.query_dtype` -> out [T, heads, d]; rows
+    without a tile stay.
 
-    pool   one layer's [pages, 2, kv_heads, page, d]; the chunks' own keys are already in it
+    pool   one layer's [pages, 2, kv_heads, page, d], with the chunks' own keys
     table  int32 [slots, width]
-    tiles  int32 [n, 4], (slot, first row, first position, count): `count` queries of `slot` at consecutive positions, in rows
-           that follow each other; count at most `tile_tokens(...)`, 0 is passed over. Below position 0 they see nothing: out is 0
+    tiles  int32 [n, 4], (slot, first row, first position, count): consecutive positions and rows; count at most `tile_tokens(...)`,
+           0 is skipped. Below position 0 out is 0
     window keys a position sees, its own included; None: all
-    last_seen int32 [T]: the last position that each row sees, in the same chunk; if it is below its own, or None: its own
+    last_seen int32 [T]: last position that each row sees, in the same chunk; below its own, or None: its own
     """
     if not enabled(q):
         for slot, row, position, count in tiles.tolist():
@@ -80,10 +77,7 @@ def paged_prefill(
 ) -> Tensor:
     """q [n, heads, d] at positions start .. start + n - 1 -> [n, heads, d].
 
-    pool   one layer's [pages, 2, kv_heads, page, d]; the chunk's own keys are already in it
-    pages  int32 [width], the sequence's row of the page table; entries of positions that are not seen are not read
-    window keys a position sees, its own included; None: all
-    last_seen int32 [n], as in `extend_attention`
+    pages  int32 [width], the sequence's page table row; unseen entries are not read. Others as in `extend_attention`
     """
     n, heads, _ = q.shape
     assert start + n <= pages.shape[0] * pool.shape[3], (start, n, pages.shape)
@@ -99,8 +93,8 @@ def paged_prefill(
 
 
 def _tile_sizes(d: int, values: int, itemsize: int, stored: int, shared: int) -> tuple[int, int]:
-    """Rows of a CTA, and keys of a turn, that shared memory holds; fp32, for tests, takes the least. stored: bytes of a number in
-    pages; of one byte registers hold half of a long turn's keys in two."""
+    """Rows of a CTA and keys of a turn that shared memory holds. stored: bytes of a number in
+    pages; of one byte, registers hold half of a turn's keys in two."""
     rows, keys = (16, 16) if itemsize == 4 else (_TILE_ROWS, 64 if d <= 256 else 16 * stored)
     turn = 4 * (d + values)  # bytes of a key and its value, of which the next turn's are on their way
     while keys > 16 and keys * turn > shared * 3 // 4:
@@ -116,9 +110,10 @@ def _extend(
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, VALUES: constexpr, WINDOW: constexpr, PAGE: constexpr, TOKENS: constexpr,
     ROWS: constexpr, KEYS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """A CTA: TOKENS queries of a tile, times the heads of one KV head; VALUES of V's columns.
+    """TOKENS queries of a tile, times the heads of one KV head; VALUES of V's columns.
 
-    Keys in three runs: the window's edge, where some query does not see all, what all see, the diagonal.
+    Keys in three runs: the window's edge, where some query does not see all, what all see, the
+    diagonal.
     """
     trigger(PDL)
     GROUP: constexpr = HEADS // KV_HEADS
@@ -168,8 +163,8 @@ def _walk(
     q, side, ids, width, first, last, columns, positions, newest, oldest, end, row_max, row_sum, acc,
     KV_HEADS: constexpr, D: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, MASKED: constexpr,
 ):  # fmt: skip
-    """Keys first .. last - 1, `first` a multiple of KEYS: the running maximum, sum of weights and sums of values after them.
-    A query sees keys up to its `newest`."""
+    """Keys first .. last - 1, `first` a multiple of KEYS; returns the updated maximum, weight sum
+    and value sums."""
     dims = tl.arange(0, D)
     pages = page_of(ids, first, width, KEYS, PAGE)
     for key in tl.range(first, last, KEYS):

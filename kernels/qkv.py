@@ -1,12 +1,12 @@
-"""What lies between the QKV product and attention: head norms, rotary embedding, and the write of K and V into pages.
+"""From the QKV product to attention: head norms, rotary embedding, and the write of K and V into
+pages.
 
     norm_rope(x; w)      x' = rms_norm(x; w) over each head, then for the rotated pairs (i, i + d/2), i < pairs:
                          (x'_i, x'_j) -> (x'_i cos - x'_j sin, x'_j cos + x'_i sin);  all other dims pass through
     qkv_post             all of it: from the raw product to q, and to K and V in their pages
 
-Angles, cos and sin, norm and rotation are fp32, with one cast at the end, of K and V to the pool's dtype; e4m3 saturates at 448.
-transformers rounds the norm, cos and sin to the activation's dtype first; at position 100 000 that costs no accuracy of the angle,
-but three roundings where one will do, and a fused kernel holds all of it in registers anyway.
+fp32 with one cast at the end; e4m3 saturates at 448. transformers also rounds the norm, cos and
+sin.
 """
 
 
@@ -22,13 +22,15 @@ from kernels.numerics import cast
 
 
 def inverse_frequencies(theta: float, pairs: int, head_dim: int, factor: float = 1.0) -> Tensor:
-    """fp32 [pairs] on the CPU: theta ** (-2 i / head_dim) / factor, in transformers' order of operations."""
+    """fp32 [pairs] on the CPU: theta ** (-2 i / head_dim) / factor, in transformers' order of
+    operations."""
     exponents = torch.arange(0, 2 * pairs, 2, dtype=torch.float32) / head_dim
     return 1.0 / (theta**exponents) / factor
 
 
 def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """x [T, heads, d], weight [d], cos and sin fp32 [T, pairs] with pairs <= d/2 -> [T, heads, d] in `dtype`, else in x's."""
+    """x [T, heads, d], weight [d], cos and sin fp32 [T, pairs] with pairs <= d/2 -> [T, heads, d]
+    in `dtype`, else in x's."""
     half, pairs, rotated = x.shape[-1] // 2, cos.shape[1], rms_norm(x, weight, eps, torch.float32)
     cos, sin = cos[:, None], sin[:, None]
     first, second = rotated[..., :pairs].clone(), rotated[..., half : half + pairs].clone()
@@ -37,19 +39,18 @@ def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, d
 
 
 def query_dtype(qkv: Tensor, pool: Tensor) -> torch.dtype:
-    """Returns the dtype of queries over `pool`: qkv's, or where kernels read e4m3 fp16, as which products take keys then."""
+    """fp16 where kernels read e4m3 pages, as products take those keys as fp16; else qkv's."""
     return torch.float16 if enabled(qkv) and pool.element_size() == 1 else qkv.dtype
 
 
 def replace_unturned(x: Tensor, other: Tensor, pairs: int) -> Tensor:
-    """Returns x [..., d] with `other` in the dims that rope does not turn."""
     d = x.shape[-1]
     return torch.where(torch.arange(d, device=x.device) % (d // 2) < pairs, x, other)
 
 
 def store_kv(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-    """k and v [T, kv_heads, d], in the pool's dtype, go to `offsets` int [T] of `pages` int [T], as int64: a pool exceeds 2^31
-    elements at real sizes."""
+    """k and v [T, kv_heads, d] to `offsets` int [T] of `pages` int [T], in int64: a pool exceeds
+    2^31 elements."""
     pages, offsets = pages.long(), offsets.long()
     pool[pages, 0, :, offsets] = k
     pool[pages, 1, :, offsets] = v
@@ -69,11 +70,12 @@ def qkv_post(
     *,
     fold: bool = False,
 ) -> None:
-    """Raw product of T tokens -> normed and roped q [T, heads, d]; their K and V go into their pages.
+    """Raw product of T tokens -> normed and roped q [T, heads, d]; K and V go into their pages.
 
-    qkv [T, (heads + kv_projections * kv_heads) * d], cos_sin fp32 [T, 2 * pairs], norms and pool as in `decode_attention`;
-    table int32 [slots, width]; slots and positions int [T]. A padding row (position -1) writes nothing into pages; its q is zero.
-    fold: q is multiplied by k_norm where rope does not turn it, for attention that reads V there in K's place.
+    qkv [T, (heads + kv_projections * kv_heads) * d], cos_sin fp32 [T, 2 * pairs], norms and pool as
+    in `decode_attention`; table int32 [slots, width]; slots and positions int [T]. A padding row
+    (position -1) writes no pages; its q is zero. fold: multiply q by k_norm where rope does not
+    turn it, for attention that reads V in K's place.
     """
     heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
     kv_projections = (qkv.shape[1] // d - heads) // kv_heads
@@ -110,8 +112,8 @@ def _post(
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, KV_PROJECTIONS: constexpr, PAGE: constexpr,
     FOLD: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """A CTA: one token's query heads of one KV head, and that head's K and V. It triggers after its wait: the next kernel may read
-    at once what was written before this one (`kernels.verify`)."""
+    """One token's query heads of one KV head, with its K and V. It triggers after its wait, so the
+    next kernel may read at once what was written before this one (`kernels.verify`)."""
     GROUP: constexpr = HEADS // KV_HEADS
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: constexpr = D // 2
@@ -145,15 +147,15 @@ def _post(
 
 
 @triton.jit
-def append_kv(raw, behind, cos_sin, k_norm, line, used, KEPT: constexpr, eps, D: constexpr, PAIRS: constexpr):
-    """A token's K and V of one head, from the raw product at `raw`, and `behind` it, to `line` of a page, and KEPT behind that, if
-    it is `used`."""
+def append_kv(raw, v_offset, cos_sin, k_norm, line, used, KEPT: constexpr, eps, D: constexpr, PAIRS: constexpr):
+    """Write K and V of one head, from the raw product, to `line` of a page, K first, V KEPT after
+    it, if `used`."""
     HALF: constexpr = D // 2
     own = tl.arange(0, HALF)[None, :]
     used &= own < HALF
     cos, sin = rope_angles(cos_sin, own, used, PAIRS)
     k, k_weight = load_halves(raw + own, used, 0.0, HALF), load_halves(k_norm + own, used, 1.0, HALF)
-    v = load_halves(raw + behind + own, used, 0.0, HALF)
+    v = load_halves(raw + v_offset + own, used, 0.0, HALF)
     low, high = norm_and_rope(*k, *k_weight, cos, sin, norm_scale(*k, eps, D))
     tl.store(line + own, cast(low, line.dtype.element_ty), used)
     tl.store(line + HALF + own, cast(high, line.dtype.element_ty), used)
@@ -164,7 +166,7 @@ def append_kv(raw, behind, cos_sin, k_norm, line, used, KEPT: constexpr, eps, D:
 
 @triton.jit
 def load_halves(offset, live, other: constexpr, HALF: constexpr):
-    """Dims i and i + d/2 of heads, fp32 [rows, HALF] each, or of weights; `other` where a row is not live."""
+    """Dims i and i + d/2, fp32 [rows, HALF] each; `other` where a row is not live."""
     return tl.load(offset, live, other=other).to(tl.float32), tl.load(offset + HALF, live, other=other).to(tl.float32)
 
 
@@ -177,7 +179,6 @@ def rope_angles(cos_sin, half, live, PAIRS: constexpr):
 
 @triton.jit
 def norm_and_rope(low, high, weight_low, weight_high, cos, sin, scale):
-    """Dims i and i + d/2 of heads, times what the norm multiplies by, [rows, 1], and its weight; rotated."""
     low, high = low * scale * weight_low, high * scale * weight_high
     return low * cos - high * sin, high * cos + low * sin
 

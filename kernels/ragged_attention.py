@@ -1,9 +1,9 @@
-"""Attention both ways within pictures of any sizes, without padding: one launch whatever their sizes.
+"""Bidirectional attention within pictures of any sizes, without padding, in one launch.
 
     out_i = sum_j softmax_j( q_i . k_j ) v_j        over the rows j of the picture of row i; scores are not scaled
 
-Rows of all pictures lie one after the other; `starts` has where each begins. Scores, softmax and sums are fp32; weights are rounded
-to v's dtype before their product. Heads of 72 are cut into 64 and 8 columns.
+Pictures' rows are consecutive, from `starts`. fp32; weights are rounded to v's dtype. Heads of 72
+are cut into 64 and 8 columns.
 """
 
 from itertools import pairwise
@@ -20,7 +20,8 @@ from kernels.numerics import cast, dot, softmax_step
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
-    """q, k and v [T, heads, d], contiguous, starts int32 [pictures + 1], rows of the longest one -> [T, heads, d]."""
+    """q, k and v [T, heads, d], contiguous, starts int32 [pictures + 1], rows of the longest one ->
+    [T, heads, d]."""
     out = torch.empty_like(q)
     if not len(q) or not enabled(q):
         for first, last in pairwise(starts.tolist()):
@@ -48,7 +49,8 @@ def _columns(x, rows, columns, live):
 def _attend(
     q, k, v, starts, out, HEADS: constexpr, D: constexpr, REST: constexpr, ROWS: constexpr, KEYS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """A program: ROWS queries of a picture, one head, KEYS keys a turn. With 128 registers a thread two programs fit on an SM."""
+    """ROWS queries of a picture, one head, KEYS keys a turn. 128 registers a thread let two
+    programs fit an SM."""
     trigger(PDL)
     picture, head = tl.program_id(2), tl.program_id(1)
     wait(PDL)

@@ -1,11 +1,11 @@
 """The router: every expert's score for each token, and the choice of the best.
 
     logits = rms_norm(h) (proj * scale * n^(-1/2))^T       no weight in the norm; all in fp32
-    x      = rms_norm(h; norm)                             what the experts will read, in h's dtype: the norms share one variance
+    x      = rms_norm(h; norm)                             the experts' input, in h's dtype: the norms share one variance
     p = softmax(logits) over all experts;  (e_k, w_k) = top_k(p);  w_k = w_k / sum(w) * per_expert_scale[e_k]
 
-Equal logits: the lower expert first. The scale comes after the renormalisation, so weights need not sum to one. A row with a NaN
-has weights of NaN and experts that exist.
+Ties: the lower expert first. Weights need not sum to one. A row with a NaN has NaN weights and
+valid experts.
 """
 
 import torch
@@ -24,8 +24,8 @@ _TILES = ((32, 64, 128, 4, 3), (64, 64, 64, 4, 3))  # to 4096 rows, above: rows,
 
 
 def router_parts(proj: Tensor, scale: Tensor) -> Tensor:
-    """proj fp32 [experts, n], scale fp32 [n] -> bf16 [3, experts, n]: the factor of a normed row, cut into parts whose sum
-    has every bit of fp32. A product of bf16 by bf16 is exact in fp32."""
+    """proj fp32 [experts, n], scale fp32 [n] -> bf16 [3, experts, n]: parts whose sum has every bit
+    of fp32, since bf16 x bf16 is exact in fp32."""
     left, parts = proj * scale * proj.shape[1] ** -0.5, []
     for _ in range(3):
         parts.append(left.bfloat16())
@@ -60,7 +60,8 @@ def router_logits(h: Tensor, parts: Tensor, norm: Tensor, eps: float) -> tuple[T
 
 
 def route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """logits fp32 [T, experts], per_expert_scale fp32 [experts] -> (weights fp32 [T, top_k], experts int32 [T, top_k])."""
+    """logits fp32 [T, experts], per_expert_scale fp32 [experts] -> (weights fp32 [T, top_k],
+    experts int32 [T, top_k])."""
     if not enabled(logits):
         weights, chosen = logits.softmax(-1).topk(top_k)
         return weights / weights.sum(-1, keepdim=True) * per_expert_scale[chosen], chosen.int()
@@ -76,13 +77,11 @@ def route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor,
 
 @triton.jit
 def _variance_scale(values, eps, N: constexpr):
-    """The factor of rms_norm for a row; zeros after N."""
     return tl.rsqrt(tl.sum(values * values, 0) / N + eps)
 
 
 @triton.jit
 def _norm_row(h, factor, x, row, T, eps, N: constexpr):
-    """The experts' input of a row below T. factor: fp32, the norm's weight, zeros after N."""
     lane = tl.arange(0, factor.shape[0])
     live = (lane < N) & (row < T)
     offset = row.to(tl.int64) * N + lane
@@ -95,7 +94,8 @@ def _logits(
     h, parts, norm, logits, x, T, eps,
     N: constexpr, EXPERTS: constexpr, SHARES: constexpr, ROWS: constexpr, WIDTH: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """The first SHARES CTAs of a group of ROWS rows compute WIDTH experts each, the other ROWS a row's x."""
+    """The first SHARES CTAs of a group of ROWS rows compute WIDTH experts each, the other ROWS a
+    row's x."""
     trigger(PDL)
     share, first = tl.program_id(0), tl.program_id(1) * ROWS
     lane = tl.arange(0, BLOCK)
@@ -124,10 +124,8 @@ def _many_logits(
     N: constexpr, EXPERTS: constexpr, SHARES: constexpr, ROWS: constexpr, WIDTH: constexpr, TURN: constexpr, BLOCK: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
-    """The first CTAs compute the scores of ROWS rows by WIDTH experts each, the others a row's x.
-
-    bf16 rows are exact operands, and so are the weights' parts.
-    """
+    """The first CTAs score ROWS rows by WIDTH experts each, the others compute a row's x. bf16 rows
+    and weight parts are exact operands."""
     trigger(PDL)
     tiles = (T + ROWS - 1) // ROWS * SHARES
     program = tl.program_id(0)
@@ -165,7 +163,7 @@ def _route(
     logits, per_expert_scale, weights, chosen,
     EXPERTS: constexpr, WIDTH: constexpr, TOP: constexpr, SLOTS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One row. softmax over all and renormalised is softmax over the best."""
+    """Softmax over all, renormalised, is softmax over the best."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane, slot = tl.arange(0, WIDTH), tl.arange(0, SLOTS)

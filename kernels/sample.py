@@ -1,19 +1,15 @@
-"""From logits to tokens: a pure function of a row's logits, its seed, the position of its token, and token ids.
+"""From logits to tokens: a pure function of a row's logits, seed, position and token ids.
 
     cap      l  <- c tanh(l / c)                                 the model's own soft cap
     mask     l_i <- -inf                                         for forbidden ids
     scale    s = l / temperature
     top_k    keep the k largest s_i                              equal values: lower id first; 0: all
-    top_p    p = softmax over what is kept; in descending order (equal values: lower id first) keep the shortest
-             prefix whose mass is at least top_p, one token at least                            1: all
+    top_p    p = softmax over what is kept; keep the shortest prefix, in descending order, whose mass is at least top_p    1: all
     min_p    keep s_i >= max s + ln(min_p)                       that is p_i >= min_p max p;    0: all
-    choose   argmax over what is kept of s_i + g_i               g_i = -ln(-ln(1 - v)) is standard Gumbel noise, so the
-                                                                 choice follows softmax(s) over what is kept
+    choose   argmax over what is kept of s_i + g_i               g_i = -ln(-ln(1 - v)) is standard Gumbel noise
 
-v = (h + 1/2) / 2^32 with h a hash of (seed, position, token id): there is no state and no order of rows. The hash is int64
-arithmetic without overflow, so every device computes the same bits.
-
-In torch, and the parts that the sampling kernels share.
+v = (h + 1/2) / 2^32 with h a hash of (seed, position, token id) in int64 without overflow, so every
+device computes the same bits and no order of rows matters.
 """
 
 import torch
@@ -30,12 +26,13 @@ _HIGHEST = 1.0 - 2.0**-24  # largest fp32 below one: keeps the noise finite
 
 
 def cap(logits: Tensor, softcap: float | None) -> Tensor:
-    """fp32 [R, V] -> the same, soft-capped; None: no cap."""
+    """fp32 [R, V], soft-capped."""
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def mask(logits: Tensor, ids: Tensor, first: int) -> Tensor:
-    """-inf at forbidden ids. logits [R, n] of ids first .. first + n - 1; ids int64 [R, m], negative: none."""
+    """-inf at forbidden ids. logits [R, n] of ids first .. first + n - 1; ids int64 [R, m],
+    negative: none."""
     local = ids - first
     hit = (ids >= 0) & (local >= 0) & (local < logits.shape[1])
     ceiling = torch.where(hit, -torch.inf, torch.inf).to(logits.dtype)
@@ -52,13 +49,14 @@ def hash32(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, fp32 [R, n], of each (seed, position, id); arguments as for `hash32`."""
+    """Standard Gumbel noise, fp32 [R, n]; arguments as for `hash32`."""
     v = (hash32(seeds, positions, ids).float() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-v.clamp(max=_HIGHEST)))
 
 
 def keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """bool [R, V]: what the filters keep of `scaled`, fp32 [R, V], each row in descending order. The first is always kept."""
+    """bool [R, V]: what the filters keep of `scaled`, fp32 [R, V], rows descending. The first is
+    always kept."""
     width = scaled.shape[1]
     kept = torch.arange(width, device=scaled.device) < torch.where(top_k > 0, top_k, width)[:, None]
     p = scaled.masked_fill(~kept, -torch.inf).softmax(-1)
@@ -74,7 +72,7 @@ def keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
 
 @triton.jit
 def _mix(x):
-    """A bijection of [0, 2^32) that spreads every bit. uint32 or int64, which no product exceeds: its factors are below 2^31."""
+    """A bijection of [0, 2^32) that spreads every bit. uint32 or int64; its factors are below 2^31."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return x ^ (x >> 15)
@@ -82,7 +80,7 @@ def _mix(x):
 
 @triton.jit
 def noise_key(seed, position):
-    """int64 key that `hash32` mixes with ids."""
+    """The int64 key that `hash32` mixes with ids."""
     key = _mix(seed & 0xFFFFFFFF)
     key = _mix(key ^ ((seed >> 32) & 0xFFFFFFFF) ^ 0x5BD1E995)
     return _mix(key ^ (position & 0xFFFFFFFF) ^ 0x27D4EB2F)
@@ -90,8 +88,8 @@ def noise_key(seed, position):
 
 @triton.jit
 def gumbel_noise(key, ids):
-    """`gumbel` of a `noise_key`, hashed in 32 bits, which is faster than int64. -log1p(-v) by its series where 1 - v would round a
-    small v away: small v decide the argmax."""
+    """`gumbel` of a `noise_key`, hashed in 32 bits for speed. -log1p(-v) by its series where 1 - v
+    would round a small v away: small v decide the argmax."""
     hashed = _mix(_mix(ids.to(tl.uint32) + key.to(tl.uint32)) ^ _mix(key ^ 0x165667B1).to(tl.uint32))
     v = tl.minimum((hashed.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))
@@ -100,13 +98,11 @@ def gumbel_noise(key, ids):
 
 @triton.jit
 def soft_capped(x, cap):
-    """cap * tanh(x / cap)."""
     return cap * (2.0 * tl.sigmoid(2.0 * x / cap) - 1.0)
 
 
 @triton.jit
 def over_temperature(x, capped, row, temperature, cap, CAP: constexpr):
-    """Logits x of a row, soft-capped unless `capped`, divided by temperature."""
     scaled = soft_capped(x, cap) / temperature if CAP else x / temperature
     if capped is not None:
         scaled = tl.where(tl.load(capped + row) != 0, x / temperature, scaled)

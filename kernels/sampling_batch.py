@@ -1,5 +1,4 @@
-"""The inputs of the sampling kernels: the rows of a step that sample, and the tables of all slots, in the order of the kernels'
-arguments."""
+"""The inputs of the sampling kernels, in the order of their arguments."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,64 +11,41 @@ SMALL_TOP_K = 128  # filters after a top_k up to it are decided by so many best 
 
 
 class SlotParameters(NamedTuple):
-    """How each slot samples: integers int64 [slots, 3] (seed, top_k, first position that may stop), floats fp32 [slots, 3]
-    (temperature, top_p, min_p), stop int32 [slots, ids], -1: none."""
+    """How each slot samples."""
 
-    integers: Tensor
-    floats: Tensor
-    stop: Tensor
+    integers: Tensor  # int64 [slots, 3]: seed, top_k, first position that may stop
+    floats: Tensor  # fp32 [slots, 3]: temperature, top_p, min_p
+    stop: Tensor  # int32 [slots, ids], -1: none
 
 
 class SlotAdjustments(NamedTuple):
-    """The adjustments of each slot's logits, on a rank with ids first .. first + n - 1.
+    """Logit adjustments of each slot, on a rank with ids first .. first + n - 1."""
 
-    flags       int32 [slots]: BIASED | PENALIZED | LIMITED | BAD_WORDS, which of the next four kinds of tables count; 0: none
-    bias_ids    int32 [slots, m], -1: none;  bias  fp32 [slots, m]
-    penalties   fp32 [slots, 3]: repetition, presence, frequency
-    counts      int16 [slots, n] of each id: how often it was generated, below 2^15; plus 2^15 (the sign) if the prompt has it
-    starts      int32 [slots, 2]: the first generated position; the first that `counts` lacks when the slot is admitted
-    allowed     int32 [slots, words]: bit id % 32 of word id // 32 - first // 32 says whether the id may come
-    bad_words   int32 [slots, ids], the words' ids in a row;  word_ends  int32 [slots, m], rising, then repeated
-    masks       int32 [n, words], as `allowed`, of some rows of one step, those of a slot consecutive
-    mask_rows   int32 [slots, 2]: the step of a slot's masks, by the low word of its number, and its first row in `masks`
-    """
-
-    flags: Tensor
-    bias_ids: Tensor
-    bias: Tensor
-    penalties: Tensor
-    counts: Tensor
-    starts: Tensor
-    allowed: Tensor
-    bad_words: Tensor
-    word_ends: Tensor
-    masks: Tensor
-    mask_rows: Tensor
+    flags: Tensor  # int32 [slots]: BIASED | PENALIZED | LIMITED | BAD_WORDS
+    bias_ids: Tensor  # int32 [slots, m], -1: none
+    bias: Tensor  # fp32 [slots, m]
+    penalties: Tensor  # fp32 [slots, 3]: repetition, presence, frequency
+    counts: Tensor  # int16 [slots, n] of each id: how often it was generated, below 2^15; plus 2^15 (the sign) if the prompt has it
+    starts: Tensor  # int32 [slots, 2]: the first generated position; the first that `counts` lacks at admission
+    allowed: Tensor  # int32 [slots, words]: bit id % 32 of word id // 32 - first // 32: the id may come
+    bad_words: Tensor  # int32 [slots, ids], consecutive words
+    word_ends: Tensor  # int32 [slots, m], rising, then repeated
+    masks: Tensor  # int32 [n, words], as `allowed`, of some rows of one step, those of a slot consecutive
+    mask_rows: Tensor  # int32 [slots, 2]: low word of the masks' step, and first row in `masks`
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """R rows that sample, and the tables of all slots.
+    """R rows that sample, and the tables of all slots."""
 
-    slots, positions  int32 [R], of each row's input; position -1: a padding row
-    width             rows of a slot, consecutive: its input and draft tokens
-    parameters        of every slot
-    tokens            int32 [slots, max_len + 1]: a row's token is written after its input
-    suppress          int32 [m]: ids that no row may give
-    softcap           of the logits, or None
-    adjustments       of every slot; None: no row's logits are adjusted
-    plan              int32, the step's plan on the device, None without adjustments;   step: the index of its step's low word
-    capped            int32 [R], 1: the row is adjusted, so its logits are soft-capped already; None: no row is
-    """
-
-    slots: Tensor
-    positions: Tensor
+    slots: Tensor  # int32 [R]
+    positions: Tensor  # int32 [R], of each row's input; -1: a padding row
     parameters: SlotParameters
-    tokens: Tensor
-    suppress: Tensor
+    tokens: Tensor  # int32 [slots, max_len + 1]: a row's token is written after its input
+    suppress: Tensor  # int32 [m]: ids that no row may give
     softcap: float | None
-    adjustments: SlotAdjustments | None = None
-    plan: Tensor | None = None
-    step: int = 0
-    capped: Tensor | None = None
-    width: int = 1
+    adjustments: SlotAdjustments | None = None  # None: no row's logits are adjusted
+    plan: Tensor | None = None  # int32 on the device, None without adjustments
+    step: int = 0  # index of its step's low word
+    capped: Tensor | None = None  # int32 [R], 1: the row is adjusted, so already soft-capped; None: no row is
+    width: int = 1  # rows of a slot, consecutive: its input and draft tokens

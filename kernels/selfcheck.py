@@ -1,11 +1,10 @@
-"""Each of our kernels once against plain torch, on one ugly shape: the kernels' GPU tests (`CHECKS`).
+"""Each kernel once against plain torch, on one ugly shape (`CHECKS`).
 
     tests/gpu, `quartet doctor --kernels`   run all of them
-    RUN_ON                                  compute capabilities on which they have held: on any other GPU a rank runs them at
-                                            boot, and refuses to start where one does not hold
+    RUN_ON                                  compute capabilities on which they passed; on any other GPU a rank runs them at boot
 
-A kernel may compile for an architecture and be wrong on it. Sizes are such that all of it takes half a second, compilation apart.
-What ranks write into each other's memory is `kernels.inbox_check`'s; sums and gathers are `engine.rank.parallel.self_check`'s.
+A kernel may compile for an architecture and be wrong on it. All take half a second, apart from
+compilation. `kernels.inbox_check` and `engine.rank.parallel.self_check` check exchanges.
 """
 
 import math
@@ -58,39 +57,36 @@ Outputs = tuple[Any, ...]  # tensors
 
 @dataclass(frozen=True)
 class RandomInputs:
-    """Makes a check's inputs: the same ones for every check that asks for the same sizes in the same order, on every rank."""
+    """Reproducible inputs: the same for the same sizes in the same order, on every rank."""
 
     device: torch.device
     dtype: torch.dtype
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
 
     def fp32(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Draws normal numbers, fp32 whatever `dtype` is."""
+        """Normal numbers in fp32."""
         return (torch.randn(shape, generator=self.generator) * scale).to(self.device)
 
     def floats(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Draws normal numbers."""
+        """Normal numbers in `dtype`."""
         return self.fp32(*shape, scale=scale).to(self.dtype)
 
     def pool(self, pages: int, kv_heads: int, d: int) -> Tensor:
-        """Pages of keys and values, such that scores have deviation one where queries are alike."""
         return self.floats(pages, 2, kv_heads, _PAGE, d, scale=d**-0.25)
 
     def ints(self, *values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def rising(self, *shape: int) -> Tensor:
-        """int32 0, 1, 2 and so on."""
         return torch.arange(math.prod(shape), dtype=torch.int32, device=self.device).view(shape)
 
     def filled(self, value: int, *shape: int) -> Tensor:
-        """An int32 tensor of one value."""
         return torch.full(shape, value, dtype=torch.int32, device=self.device)
 
 
 @dataclass(frozen=True)
 class Check:
-    """`run` gives an op's outputs, what it writes in place too, for inputs that it makes, and `arguments`."""
+    """`run` returns an op's outputs, in-place ones too, for its own inputs and `arguments`."""
 
     module: str
     what: str
@@ -100,12 +96,13 @@ class Check:
 
 @torch.inference_mode()
 def failures(checks: Iterable[Check], device: torch.device, dtype: torch.dtype) -> list[str]:
-    """What is wrong of the checks that do not hold on `device`."""
+    """The failures among `checks` on `device`."""
     return [wrong for check in checks if (wrong := failure(check, device, dtype)) is not None]
 
 
 def failure(check: Check, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What is wrong, if `check` does not hold: by the largest error of a row as a part of its norm, of integers by how many."""
+    """What is wrong, or None: the largest row error relative to its norm; of integers, how many
+    differ."""
     name = f"{check.what} ({check.module})"
     try:
         actual = check.run(RandomInputs(device, dtype), *check.arguments)
@@ -118,7 +115,8 @@ def failure(check: Check, device: torch.device, dtype: torch.dtype) -> str | Non
 
 
 def row_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest error of a row, as a part of its norm; of integers how many differ. NaN is right where it is expected."""
+    """The largest row error relative to its norm; of integers how many differ. An expected NaN is
+    right."""
     if not expected.is_floating_point():
         return float((actual != expected).sum())
     actual, expected = (x.double().reshape(-1, x.shape[-1]) for x in (actual, expected))
@@ -132,8 +130,8 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
-    """A plan of two decode rows, two chunks of which one gives a result, two appends, one left out and a release, applied; then the
-    inputs of its chunks and, after them, of three sequences of up to `width` tokens, all padded."""
+    """A plan of two decode rows, two chunks of which one gives a result, two appends, one left out
+    and a release; then padded inputs."""
     layout = PlanLayout(header=5, counts=0, row=2, chunk=4, append=4, release=4)
     counts = (2, 2, 3, 1)
     decodes = [[2, 1], [0, width]]
@@ -160,7 +158,6 @@ def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
 
 
 def _admissions(draw: RandomInputs) -> Outputs:
-    """Two sequences of five tokens and none, with two stop ids and none, into four slots."""
     tables = [draw.rising(4, 6), draw.rising(4, 1100)]
     tokens = draw.rising(4, 9)
     lengths = draw.ints(1, 2, 3, 4)
@@ -172,14 +169,13 @@ def _admissions(draw: RandomInputs) -> Outputs:
 
 
 def _products(draw: RandomInputs, rows: int) -> Outputs:
-    """Each class of rows has a kernel or a tile of its own."""
+    """Each class of rows has its own kernel or tile."""
     x, weight = draw.floats(rows, 264), draw.floats(2 * 19, 264, scale=264**-0.5)
     gated = linear(x, weight, gelu_times(draw.floats(rows, 2, 38)[:, 1]))
     return linear(x, weight), linear(x, weight, FP32), linear(x, weight, GEGLU), gated
 
 
 def _has_fp8(x: Tensor) -> bool:
-    """GPUs before sm_89 have no fp8."""
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
@@ -193,7 +189,6 @@ def _fp8_products(draw: RandomInputs, rows: int) -> Outputs:
 
 
 def _int4_products(draw: RandomInputs, rows: int, group: int, zeros: bool) -> Outputs:
-    """Rows of the weight are no multiple of a tile's, columns none of a turn's."""
     x, m, groups = draw.floats(rows, 320), 2 * 24, 320 // group
     words, zero = 40503 * draw.rising(m, 40), 30011 * draw.rising(m // 8, groups)
     weight = PackedMatrix(words, draw.floats(m, groups, scale=0.01), "int4", zero if zeros else None)
@@ -206,7 +201,7 @@ def _packed_gate(draw: RandomInputs) -> Outputs:
 
 
 def _packed_norm(draw: RandomInputs) -> Outputs:
-    """The scales of x: a rounding to bf16 may move a value to the next e4m3."""
+    """Compares the scales of x: a rounding to bf16 may move a value to the next e4m3."""
     x, norms = draw.floats(3, 72), Norms(draw.floats(72), draw.floats(72), packs=True)
     if not _has_fp8(x):
         return ()
@@ -224,7 +219,7 @@ def _allreduce_norm(draw: RandomInputs) -> Outputs:
 
 
 def _own_rows(draw: RandomInputs) -> Outputs:
-    """Of the middle one of three ranks, after rows of others that it does not add."""
+    """The middle one of three ranks."""
     n, norms = 72, Norms(draw.floats(72), draw.floats(72))
     own = draw.floats(4, n)
     others = draw.floats(2, 5, n)[:, 1:]
@@ -235,7 +230,7 @@ def _own_rows(draw: RandomInputs) -> Outputs:
 
 
 def _qkv_post(draw: RandomInputs, e4m3: bool = False) -> Outputs:
-    """Two projections, grouped heads, a padding row; the pool amid NaN."""
+    """Two projections, grouped heads, a padding row; NaN in the pool."""
     heads, kv_heads, d, pairs = 4, 2, 32, 5
     pool, q = draw.pool(5, kv_heads, d) * math.nan, draw.floats(4, heads, d)
     if e4m3 and not _has_fp8(pool):
@@ -255,7 +250,7 @@ def _axial_rope(draw: RandomInputs) -> Outputs:
 
 
 def _ragged(draw: RandomInputs) -> Outputs:
-    """Three pictures, of one row, of less than a turn's keys, of several turns; heads of 64 and a rest of 8."""
+    """Pictures of one row, of less than a turn's keys, of several turns; heads of 64 and 8."""
     q, k, v = draw.floats(3, 180, 2, 72, scale=72**-0.25)
     return (ragged_attention(q, k, v, draw.ints(0, 1, 40, 180), 140),)
 
@@ -263,7 +258,8 @@ def _ragged(draw: RandomInputs) -> Outputs:
 def _decode(
     draw: RandomInputs, heads: int, kv_heads: int, d: int, kv_projections: int, window: int | None, e4m3: bool = False
 ) -> Outputs:
-    """Rows over several splits, one of a single key, and padding; ids after a row's own page name no page of the pool."""
+    """Rows over several splits, one of a single key, and padding; ids after a row's own page are
+    outside the pool."""
     rows, splits, pages, pairs = 3, 3, 8, 32
     pool, out = draw.pool(1 + 2 * pages, kv_heads, d), draw.floats(rows, heads * d)
     ids = 1 + draw.rising(rows, pages) % (2 * pages)
@@ -283,8 +279,8 @@ def _decode(
 
 
 def _verify(draw: RandomInputs, d: int, pairs: int, e4m3: bool = False) -> Outputs:
-    """Rows of several queries: behind a window, at the beginning with one query less, and padding. K is V times a weight, but for
-    `pairs` if there are any; kernels read it there."""
+    """Rows of several queries: after a window, at the beginning with one query less, and padding. K
+    is V times a weight, but for `pairs`, and is read there."""
     heads, q_len, splits = d // 64, 4, 3
     pool = draw.pool(9, 1, d)
     if e4m3 and not _has_fp8(pool):
@@ -310,7 +306,8 @@ def _verify(draw: RandomInputs, d: int, pairs: int, e4m3: bool = False) -> Outpu
 def _extend(
     draw: RandomInputs, heads: int, kv_heads: int, d: int, window: int | None, image: bool = False, e4m3: bool = False
 ) -> Outputs:
-    """A fresh chunk, one after a prefix, with an image or without, and padding; rows that no tile names are left."""
+    """A fresh chunk, one after a prefix, perhaps with an image, and padding; rows without a tile
+    stay."""
     pool, out = draw.pool(17, kv_heads, d), draw.floats(60, heads, d)
     if e4m3 and not _has_fp8(pool):
         return ()
@@ -339,7 +336,6 @@ _FILTERED = (
 def sampled_rows(
     draw: RandomInputs, vocabulary: int = _VOCABULARY, *, filtered: bool = False, adjusted: bool = False
 ) -> tuple[Tensor, SamplingBatch]:
-    """Logits fp32 of four rows, a slot each; where `adjusted`, those of two rows are capped."""
     logits = draw.fp32(4, vocabulary, scale=4)
     logits[:, _SUPPRESSED], logits[:, _STOP] = 80.0, 79.0
     integers, floats = (torch.tensor(numbers, device=draw.device) for numbers in (_FILTERED if filtered else _PLAIN))
@@ -352,8 +348,8 @@ def sampled_rows(
 
 
 def _adjust(draw: RandomInputs, width: int) -> Outputs:
-    """Four rows, each with another kind of adjustment, the last with a mask too; the second's input is counted. Of `width` 2: an
-    input and a draft of the second and the last slot."""
+    """Four rows with different adjustments, the last with a mask too; the second's input is
+    counted. `width` 2: also a draft of the second and the last."""
     logits, batch = sampled_rows(draw)
     if width == 2:
         batch = replace(batch, slots=draw.ints(1, 1, 3, 3), positions=draw.ints(8, 9, 6, 7))
@@ -382,7 +378,7 @@ def _adjust(draw: RandomInputs, width: int) -> Outputs:
 
 
 def _finite(logits: Tensor) -> Outputs:
-    """What is compared of logits, some of which are -inf."""
+    """Makes -inf comparable."""
     return logits.clamp(min=-1e3), logits.isneginf().int()
 
 
@@ -433,7 +429,7 @@ def _clusters(draw: RandomInputs) -> Outputs:
 
 
 def _table_check(draw: RandomInputs) -> Outputs:
-    """A table with one entry outside the pool, gathered rows that are right, and a copied row with one entry outside it."""
+    """An entry outside the pool in a table and in a copied row; right gathered rows."""
     expected = 1 + draw.rising(2, 9)
     table = expected.clone()
     gathered = expected[:1, :3].clone()
@@ -520,7 +516,7 @@ CHECKS = (
         Check(f"kernels.{module}", f"{what}{' of adjusted rows' * adjusted}", run, (adjusted,))
         for module, what, run in (
             ("choose", "sampling", _choose),
-            ("candidates", "sampling behind a small top_k", _small_top_k),
+            ("candidates", "sampling with a small top_k", _small_top_k),
             ("filters", "filtered sampling", _filter),
         )
         for adjusted in (False, True)

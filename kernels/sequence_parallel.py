@@ -1,21 +1,15 @@
-"""Reduce-scatter, norms of own rows and all-gather of a step with many prompt tokens, by copy engines while the products run.
+"""Reduce-scatter, norms of own rows and all-gather of a step with many prompt tokens, by copy
+engines during products.
 
-    row-parallel product      part [T, n] of every rank      each rank's share of the rows is copied to that rank
-    norm of own rows          sum, norm, residual, next norm                                      x is copied to all other ranks
-    column-parallel product   x [T, n]
-
-The rows are cut into pieces. Each piece goes through all products up to the next sum before the next piece starts:
+Each piece of rows goes through all products up to the next sum before the next piece starts:
 
     products  | 0    | 1    | norm 0 | 2    | norm 1 | next 0 | norm 2 | next 1 | ...
     copies           | part 0 | part 1 | x 0 | part 2 | x 1    | x 2    | part 0 ...
 
-Copies need no multiprocessors; a product leaves none to a concurrent kernel. After each copy a number is written to a flag at the
-receiver, where a kernel waits for it.
-
-One buffer for parts and one for x are enough. A rank sends its next part of a piece once it has the piece's x of all ranks, which
-have then read its parts. It sends its next x once it has the next parts, whose senders have then read its x. The numbers count the
-sums of a forward, so that a CUDA graph can hold them; a forward must have at least two sums, so that successive numbers differ. In
-a graph too, copies have streams of their own: no copy queues after a kernel that waits.
+After each copy a number is written to a flag at the receiver, where a kernel waits for it. One
+buffer each is enough: a rank sends the next part of a piece after all x of the piece, and the next
+x after the next parts. Numbers count a forward's sums, so a CUDA graph can hold them; a forward
+needs two. Copies have their own streams, so none queues after a kernel that waits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,17 +41,16 @@ Pieces = Iterator[Tensor]  # of rows, each computed when it is taken
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """x [T, n] whose pieces are arriving from the ranks that norm them. `norm_last` norms this rank's rows of the last
-    piece. `sent` keeps this rank's copies alive until the others have sent x."""
+    """x [T, n] whose pieces arrive from the ranks that norm them."""
 
     rows: Tensor
     group: "SequenceParallel"
     number: int
-    norm_last: Callable[[], None]
-    sent: Sequence[Tensor]
+    norm_last: Callable[[], None]  # norms this rank's rows of the last piece
+    sent: Sequence[Tensor]  # keeps copies alive until the others have sent x
 
     def pieces(self) -> Pieces:
-        """Yields each piece once the device has it. Call it once."""
+        """Each piece once the device has it. Call it once."""
         for index, rows in enumerate(self.group.cut(self.rows)):
             if index == len(self.group.pieces) - 2:
                 self.norm_last()
@@ -65,37 +58,35 @@ class GatheredRows:
             yield rows
 
     def whole(self) -> Tensor:
-        """All rows, once the device has them and this rank's copies have ended; valid until the next forward."""
+        """All rows, once the device has them and this rank's copies have ended; valid until the
+        next forward."""
         list(self.pieces())
         self.group.join()
         return self.rows
 
 
 class _Copy(NamedTuple):
-    """Copies to one other rank: this rank's part of the `rows` of a piece that it owns, and this rank's rows of x; a flag each."""
+    """Copies to one other rank."""
 
     rows: slice
-    part: Tensor
-    x: Tensor
+    part: Tensor  # this rank's, of the other's `rows` of a piece
+    x: Tensor  # this rank's rows
     part_flag: Tensor
     x_flag: Tensor
 
 
 class _Piece(NamedTuple):
-    """rows: of all; own: those that this rank norms; parts [size - 1, own rows, n]: of other ranks; x: own rows; copies: one for
-    each other rank."""
-
     rows: slice
-    own: slice
-    parts: Tensor
-    x: Tensor
-    copies: list[_Copy]
+    own: slice  # rows that this rank norms
+    parts: Tensor  # [size - 1, own rows, n], of other ranks
+    x: Tensor  # own rows
+    copies: list[_Copy]  # one for each other rank
 
 
 class SequenceParallel:
     """One rank's end, for forwards of at most `rows` rows of `width` elements.
 
-    memories  uint8 [`bytes(...)`] of each rank, which all can write;  errors  int32 [2], as in `AllReduceInbox`
+    memories  uint8 [`bytes(...)`] of each rank, writable by all;  errors  int32 [2], as in `AllReduceInbox`
     """
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: range, width: int, dtype: torch.dtype, errors: Tensor) -> None:
@@ -113,11 +104,9 @@ class SequenceParallel:
 
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
-        """Bytes of one rank's memory: flags, x, and the parts of every other rank."""
         return _FLAG_BYTES + (rows + (size - 1) * (rows // size + 3)) * width * dtype.itemsize
 
     def begin(self, rows: int) -> "SequenceParallel":
-        """Begins a forward of `rows` rows."""
         self._number = 0
         unit = max(1, min(BLOCK, rows // 16))
         shares = [next(end for least, end in ENDS_OF_TWO.items() if rows >= least)] if self.size == 2 else ENDS
@@ -134,12 +123,12 @@ class SequenceParallel:
         return self
 
     def _own(self, rows: slice, rank: int) -> slice:
-        """Rows of a piece that `rank` sums and norms."""
         count = rows.stop - rows.start
         return slice(count * rank // self.size, count * (rank + 1) // self.size)
 
     def _parts_of(self, owner: int, rows: slice, first: int) -> Tensor:
-        """[size - 1, own rows, n]: every other rank's part of the owner's rows of a piece, from row `first` of its memory."""
+        """[size - 1, own rows, n]: every other rank's part of the owner's rows of a piece, from row
+        `first` of its memory."""
         own = self._own(rows, owner)
         count, others = own.stop - own.start, self.size - 1
         return self._parts[owner][first : first + others * count].view(others, count, self.width)
@@ -153,16 +142,16 @@ class SequenceParallel:
         return (x[piece.rows] for piece in self.pieces) if isinstance(x, Tensor) else x
 
     def scatter(self, part: Tensor, piece: int, number: int) -> None:
-        """Begins to copy this rank's part [piece's rows, n] to the other owners."""
+        """Begin to copy this rank's part [piece's rows, n] to the other owners."""
         self._send([(copy.part, part[copy.rows], copy.part_flag) for copy in self.pieces[piece].copies], number)
 
     def join(self) -> None:
-        """Makes the current stream wait for this rank's copies."""
+        """Make the current stream wait for this rank's copies."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def _send(self, copies: list[tuple[Tensor, Tensor, Tensor]], number: int) -> None:
-        """Copies (to, from, flag) on a second stream, after all work queued on the current one."""
+        """Copy (to, from, flag) on a second stream, after all work queued on the current one."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):  # of none: where it is
@@ -173,8 +162,11 @@ class SequenceParallel:
     def norm(
         self, part: Pieces, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None
     ) -> tuple[Tensor, GatheredRows]:
-        """Adds the parts [T, n] of own rows, as `fused_allreduce_norm` does, once they have come -> (h [T, n], of which
-        own rows are written, x). residual [T, n], of which own rows are read. The last piece's, as x's last but one is taken."""
+        """Add the parts [T, n] of own rows as `fused_allreduce_norm` does, once they have come ->
+        (h [T, n] with own rows written, x).
+
+        residual [T, n], own rows read. The last piece is normed when x's last but one is taken.
+        """
         h, number, sent = torch.empty_like(residual), self._number, list[Tensor]()
         self._number += 1
 
@@ -193,7 +185,7 @@ class SequenceParallel:
         return h, GatheredRows(self._x[self.rank][: len(h)], self, number, partial(norm, index), sent)
 
     def wait_for(self, what: int, piece: int, number: int) -> None:
-        """Makes the current stream wait for every other rank's copy with this number."""
+        """Make the current stream wait for every other rank's copy with this number."""
         others = self.size - 1
         flags = self._flags[self.rank][what, piece]
         launch(_wait_for, (1,), flags, self._errors, number, SIZE=others, BLOCK=next_power_of_2(others), warps=1)
@@ -202,7 +194,8 @@ class SequenceParallel:
 def sum_norm(
     own: Tensor, others: Tensor, rank: int, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None, h: Tensor, x: Tensor
 ) -> None:
-    """own [T, n] and others [size - 1, T, n], in rank order without `rank` -> h, x [T, n]; x is h if there is no next norm."""
+    """own [T, n] and others [size - 1, T, n], in rank order without `rank` -> h, x [T, n]; x is h
+    without a next norm."""
     assert norms.post is not None
     if not enabled(own):
         total = torch.cat([others[:rank], own[None], others[rank:]]).float().sum(0).to(own.dtype)

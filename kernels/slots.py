@@ -1,12 +1,7 @@
-"""Apply a plan to device tables, and make a step's inputs from them: a step reads fixed addresses alone.
+"""Applies a plan to device tables, and makes a step's inputs from them at fixed addresses.
 
-    apply_plan      releases, then appends, to the page tables; lengths of chunked slots
-    decode_inputs   slot, position and token of each decode row; lengths advance
-    gather_pages    the page ids that each sequence reads, in one row of their own; also for other libraries' kernels
-    rotary_table    cos and sin of each row's position
-
-A plan is int32, laid out as the caller says (`PlanLayout`). A step's rows beyond the plan's decode rows are padding: slot
-`padding`, position -1, token 0.
+A plan is int32, laid out by `PlanLayout`. Rows beyond its decode rows are padding: slot `padding`,
+position -1, token 0.
 """
 
 from collections.abc import Sequence
@@ -24,11 +19,11 @@ _INPUTS = 32  # of decode rows, of a program: a lane each
 
 
 class PlanLayout(NamedTuple):
-    """header: int32 in front of the sections: decode rows, chunks, appends, releases, and others. counts: index of the number of
-    rows of the first. row, chunk, append, release: int32 of a row of each section."""
+    """Sections are decode rows, chunks, appends, releases, and others. Fields are int32, of a row
+    of each section."""
 
-    header: int
-    counts: int
+    header: int  # before the sections
+    counts: int  # index of the sections' numbers
     row: int
     chunk: int
     append: int
@@ -36,10 +31,10 @@ class PlanLayout(NamedTuple):
 
 
 def apply_plan(plan: Tensor, layout: PlanLayout, tables: Sequence[Tensor], lengths: Tensor) -> None:
-    """plan int32 [n] on the tables' device; tables int32 [slots, width], one a KV group, in order; lengths int32 [slots].
+    """plan int32 [n]; tables int32 [slots, width], one a KV group; lengths int32 [slots].
 
-    Entries of releases become 0, then those of appends their page; an append of group -1 is left out. Entries named twice among
-    the appends must be made unique before: the device writes them in any order.
+    Releases become 0, then appends their page, except those of group -1. An entry may be appended
+    only once: the device writes in any order.
     """
     assert 1 <= len(tables) <= 2, len(tables)
     if enabled(plan):
@@ -62,10 +57,11 @@ def decode_inputs(
     plan: Tensor, layout: PlanLayout, tokens: Tensor, lengths: Tensor, padding: int, ids: Tensor, positions: Tensor, slots: Tensor,
     width: int = 1,
 ) -> None:  # fmt: skip
-    """Fill ids, positions and slots int32 [rows * width] from the plan's decode rows; the slots' lengths grow by one.
+    """Fill ids, positions and slots int32 [rows * width] from the plan's decode rows; lengths grow
+    by one.
 
-    tokens int32 [slots, max_len + ..]; lengths int32 [slots]: a row begins at its slot's length, with the token there, and goes on
-    with its draft tokens. width: of each row here; of rows that the plan has narrower the rest is padding, at position -1.
+    tokens int32 [slots, max_len + ..]; lengths int32 [slots]: a row starts at its slot's length and
+    goes on with its draft tokens. Rows narrower than width are padded, at position -1.
     """
     if enabled(plan):
         rows, block_rows = len(ids) // width, _INPUTS // width
@@ -87,14 +83,16 @@ def decode_inputs(
 def gather_pages(
     table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, out: Tensor, lengths: Tensor | None = None
 ) -> None:
-    """out int32 [sequences, width]: entry j is the page of positions (first + j) * page .. of the sequence's slot.
+    """out int32 [sequences, width]: entry j is the page of positions (first + j) * page .. of the
+    sequence's slot.
 
-    slots and positions int32 [sequences * rows]: a sequence's rows are consecutive, at rising positions; -1 after them: padding.
-    first is 0, or with a window that of the oldest key that the first row sees. Entries after the last row's page are left.
+    slots and positions int32 [sequences * rows]: a sequence's rows are consecutive, at rising
+    positions, then padding (-1). first is 0, or the page of the oldest key in the first row's
+    window.
 
-    lengths int32 [sequences], for kernels of other libraries, which may touch any entry: then entries after the last row's page
-    are 0, and lengths are the keys up to that row's own, counted from the first page's first; of a padding sequence 1, in the null
-    page. Keys carry their rotation: a window that is masked by distance sees the same wherever counting begins.
+    lengths int32 [sequences], for other libraries' kernels, which may touch any entry: then entries
+    after the last row's page are 0, and lengths count keys up to that row's own from the first page
+    on; of a padding sequence 1.
     """
     check_contiguous(out)
     (sequences, width), q_len = out.shape, max(1, len(slots) // max(1, len(out)))
@@ -117,12 +115,12 @@ def gather_pages(
 
 
 def first_page(positions: Tensor, page: int, window: int | None) -> Tensor:
-    """The first page that a query at each position reads."""
     return torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0) // page
 
 
 def rotary_table(positions: Tensor, frequencies: Tensor, out: Tensor) -> None:
-    """positions int32 [rows], frequencies fp32 [pairs] -> out fp32 [rows, 2 * pairs]: cos, then sin, of position * frequency."""
+    """positions int32 [rows], frequencies fp32 [pairs] -> out fp32 [rows, 2 * pairs]: cos, then
+    sin."""
     pairs = frequencies.shape[0]
     if enabled(positions):
         launch(_rotary, (positions.shape[0],), positions, frequencies, out, pairs, warps=1, BLOCK=next_power_of_2(pairs))
@@ -135,7 +133,6 @@ def rotary_table(positions: Tensor, frequencies: Tensor, out: Tensor) -> None:
 
 
 def plan_sections(plan: Tensor, layout: PlanLayout) -> list[Tensor]:
-    """Decode rows, chunks, appends and releases, int64 [n, int32 of a row]."""
     widths = layout[-4:]
     counts = plan[layout.counts : layout.counts + 4].tolist()
     sizes = [count * width for count, width in zip(counts, widths, strict=True)]
@@ -191,8 +188,8 @@ def _inputs(
     plan, tokens, tokens_width, lengths, padding, ids, positions, slots, count,
     HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, WIDTH: constexpr, BLOCK_ROWS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BLOCK_ROWS rows of WIDTH inputs each, of `count` inputs in all; the first one of a row advances its slot's length, which all
-    of them have read: they are lanes of one warp."""
+    """BLOCK_ROWS rows of WIDTH inputs. The first of a row advances its slot's length, which all
+    have read as lanes of one warp."""
     trigger(PDL)
     wait(PDL)
     lane = tl.arange(0, BLOCK)

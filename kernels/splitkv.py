@@ -1,14 +1,14 @@
-"""The Triton kernel of `kernels.decode`: split-KV attention over pages, with head norms, rope and append in the same launch.
+"""The Triton kernel of `kernels.decode`: split-KV attention over pages, with head norms, rope and
+append.
 
     grid   (rows, KV heads x parts of V's columns, splits)          a CTA's keys: runs split, split + splits, ... of `KEYS` keys
     CTA    q normed and roped -> online softmax over its runs -> its part and log-sum-exp to scratch -> a ticket
     last   the CTA that draws the last ticket of a (row, KV head, columns) adds the parts and resets the ticket
-    owner  the CTA whose runs end with the row's own position begins with the new key and value, from registers, and appends them
+    owner  the CTA whose runs end with the row's own position appends the new key and value, from registers
 
-Where V is K's raw product (V_AS_K), K is V times its norm's weight in the dims that rope does not turn. There q has the weight and
-is multiplied with V's rows, which are loaded once for both products; of K only the turned dims are read. The owner appends first
-then, and reads its key from the page as any other. Pages of e4m3 round K and V each by itself, so K is read whole there.
-V in e4m3 is read two columns at a time, as int16: a product's operand comes out of shared memory transposed in 16 bits alone.
+With V_AS_K, K is V times its norm's weight in the dims that rope does not turn: q has the weight
+and is multiplied with V's rows; only K's turned dims are read, after the owner's append. e4m3 pages
+round K and V separately, so K is read whole there.
 """
 
 import triton
@@ -23,8 +23,8 @@ ROWS = constexpr(16)  # rows of a product: the heads of a KV head, and padding
 
 
 def read_pairs(pairs: int, itemsize: int) -> int:
-    """Returns what is read of K where V is its raw product: the `pairs` of dims that rope turns. 0: all of it, as a product of
-    matrices takes 16 dims at least and a power of 2, and K of one byte a number is not V times a weight."""
+    """Dims of K to read where V is its raw product; 0: all, since a product needs 16 dims and a
+    power of 2, and one-byte K is not V times a weight."""
     return pairs if itemsize > 1 and 16 <= pairs == next_power_of_2(pairs) else 0
 
 
@@ -35,9 +35,9 @@ def decode_kernel(
     PAGE: constexpr, SPLITS: constexpr, KEYS: constexpr, VALUES: constexpr, EARLY: constexpr, V_AS_K: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
-    """A CTA: one row, one KV head, one part of V's columns, one split of the keys. The last split to end adds them all.
+    """One row, KV head, part of V's columns and split. The last split to end adds them all.
 
-    What the loads before the first page need are program ids alone, so that they are in flight together.
+    Loads before the first page need only program ids, so they are in flight together.
     """
     GROUP: constexpr = HEADS // KV_HEADS
     DV: constexpr = D // VALUES
@@ -173,7 +173,8 @@ def decode_kernel(
 
 @triton.jit
 def page_of(ids, key, width, KEYS: constexpr, PAGE: constexpr):
-    """The page of KEYS keys from `key` on, or of each of them where they lie in several; 0 after the table's end."""
+    """The page of KEYS keys from `key` on, or of each if they span several; 0 after the table's
+    end."""
     entry = key // PAGE
     if KEYS > PAGE:
         entry += tl.arange(0, KEYS) // PAGE
@@ -188,14 +189,13 @@ def _seen(run, first, oldest, end, KEYS: constexpr):
 
 @triton.jit
 def load_run(side, page, run, first, oldest, end, columns, D: constexpr, STRIDE: constexpr, KEYS: constexpr, PAGE: constexpr):
-    """[KEYS, columns] of one side's pages; keys that are not seen are zeros, and are not read."""
+    """[KEYS, columns] of one side's pages; unseen keys are zeros, and are not read."""
     at = addresses(side, page, run, columns, D, STRIDE, KEYS, PAGE)
     return tl.load(at, _seen(run, first, oldest, end, KEYS)[:, None], other=0.0)
 
 
 @triton.jit
 def addresses(side, page, run, columns, D: constexpr, STRIDE: constexpr, KEYS: constexpr, PAGE: constexpr):
-    """[KEYS, columns]: where a run lies in one side's pages."""
     if KEYS <= PAGE:
         start = side + page.to(tl.int64) * STRIDE + run * KEYS % PAGE * D  # one address a run, and offsets that stay the same
         return start + (tl.arange(0, KEYS)[:, None] * D + columns[None, :])
@@ -204,11 +204,11 @@ def addresses(side, page, run, columns, D: constexpr, STRIDE: constexpr, KEYS: c
 
 @triton.jit
 def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, acc):
-    """One turn of the online softmax, in base 2, as `softmax_step`, with a sum of weights for each column of the keys.
+    """One turn of the online softmax, as `softmax_step`, with a sum of weights for each column of
+    the keys.
 
-    Two products of half the head dim, each scaled by itself: neither waits for the other's sum. A GPU's take 16 dims at least.
-    `q_other` is multiplied with V, where K's other dims are read there; else None. v of int16 is two columns of e4m3 each, and acc
-    then the sums of even and of odd columns.
+    `q_other` is multiplied with V in place of K's other dims, or None. v of int16 is two e4m3
+    columns, acc the sums of even and odd ones.
     """
     k_low, k_high = operand(k_low), operand(k_high)
     scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E
@@ -232,7 +232,7 @@ def joined_values(side):
 
 @triton.jit
 def add_values(acc, rescale, weights, v):
-    """acc * rescale + weights v; of v in int16 a pair, the sums of even and of odd columns."""
+    """acc * rescale + weights v; of v in int16 a pair for even and odd columns."""
     if v.dtype == tl.int16:
         even, odd = halves(v)
         weights = cast(weights, tl.float16)
@@ -244,10 +244,11 @@ def add_values(acc, rescale, weights, v):
 
 @triton.jit
 def add_splits(ticket, done, lse, parts, out, live, LSE_STRIDE: constexpr, STRIDE: constexpr, SPLITS: constexpr):
-    """The last of `done` CTAs to come here adds the splits' parts, each by its share of the weights, and resets the ticket.
+    """The last of `done` CTAs adds the splits' parts, weighted, and resets the ticket.
 
-    `lse` [rows] and `parts` [rows, columns] point to the first split's, `out` to where the sum goes. Unrolled: all loads are in
-    flight together."""
+    `lse` [rows] and `parts` [rows, columns] point to the first split's. Unrolled, so that loads are
+    in flight together.
+    """
     tl.debug_barrier()  # every thread's part is written before the ticket is taken
     if tl.atomic_add(ticket, 1, sem="acq_rel") == done - 1:
         tl.store(ticket, 0)

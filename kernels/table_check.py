@@ -1,14 +1,12 @@
-"""Rows of page ids held against what they should hold, before the kernels of a step read them.
+"""Compares rows of page ids with the expected ones before a step's kernels read them.
 
-    TABLE_ENTRY    a slot's row of the page table: the expected one, whole
-    ROW_ENTRY      a decode row's page ids, as gathered: those expected of its slot as far as its position needs them, none null
-    COPIED_ENTRY   a row that was copied for another library's kernel (`kernels.slots.gather_pages`): the pages expected of its
-                   slot up to its position, and the null page after it and in all of a padding row
+    TABLE_ENTRY    a slot's row of the page table: the whole row
+    ROW_ENTRY      a decode row's gathered page ids, up to its position, none null
+    COPIED_ENTRY   a row copied for another library's kernel: the slot's pages up to its position, then the null page
 
-What differs is recorded, RECORDS of them at most, and counted. An id outside the pool is replaced by the expected one, so that the
-later kernels do not fault before anybody has read the record.
+An id outside the pool is replaced by the expected one, so that later kernels do not fault.
 
-    violations int32 [RECORD * (RECORDS + 1)]    [0] how many there were; record r from RECORD * (r + 1):
+    violations int32 [RECORD * (RECORDS + 1)]    [0] their number; record r from RECORD * (r + 1):
                                                  kind, group, slot, entry, actual, expected, row, position
 """
 
@@ -27,7 +25,7 @@ _RECORD, _ROW_ENTRY = constexpr(RECORD), constexpr(ROW_ENTRY)
 
 
 def new_violations(device: torch.device) -> Tensor:
-    """Returns zeros; never reset: the first step with a violation is the last."""
+    """Zeros, never reset: the first step with a violation is the last."""
     return torch.zeros(RECORD * (RECORDS + 1), dtype=torch.int32, device=device)
 
 
@@ -43,10 +41,10 @@ def check_rows(
     window: int | None,
     violations: Tensor,
 ) -> None:
-    """Checks the page ids `actual`, int32 [rows, width], and may change them.
+    """Check page ids `actual`, int32 [rows, width], and replace invalid ones.
 
-    expected int32 [slots, columns]; pages: of the pool; slots and positions int32 [rows]: column 0 is the first entry that a query
-    at the row's position sees through `window`
+    expected int32 [slots, columns]; pages: of the pool; slots and positions int32 [rows]: column 0
+    is the first entry that a query at the row's position sees through `window`
     """
     rows, width = actual.shape
     check_contiguous(actual)
@@ -81,7 +79,6 @@ def _check_rows(
     group, actual, width, expected, columns, pages, slots, positions, violations,
     KIND: constexpr, PAGE: constexpr, WINDOW: constexpr, BLOCK: constexpr, LIMIT: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """A CTA: one row."""
     trigger(PDL)
     wait(PDL)
     row = tl.program_id(0)

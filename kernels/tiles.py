@@ -1,8 +1,8 @@
-"""Which kernel and tile a product of few rows takes: a committed table by load, shape and rows, cut to the GPU's shared memory.
+"""Kernel and tile of a product of few rows: a measured table by load, shape and rows, cut to shared
+memory.
 
-The choice is a pure function of (rows, shape, shared memory, load): nothing is timed at run time, and all ranks choose alike. The
-figures come from `python -m tests.bench.layer_products`; a shape that is not in the table takes the nearest one's tile and says
-so once.
+The choice is a pure function, so all ranks choose alike. Figures come from `python -m
+tests.bench.layer_products`; an unknown shape takes the nearest one's tile and is logged once.
 """
 
 import logging
@@ -27,26 +27,19 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tile:
-    """One variant of a kernel. `rows` of x a CTA takes (gemv: exactly), `bn` of its outputs, `bk` of the inner dimension a turn.
-
-    `early`: a gemv's weight tiles asked for before it waits for its predecessors, into registers; a gemm asks for one, into L2.
-    `swap`: the weight is the MMA's left operand, whose 64 rows it fills, and x the right one. `stages`: depth of gemm's pipeline.
-    `splits`: CTAs that share the inner dimension of the same outputs, each with sums of its own.
-    """
+    """One variant of a kernel."""
 
     kind: Kind
-    rows: int
-    bn: int
-    bk: int
-    early: int = 0
+    rows: int  # of x that a CTA takes; gemv: exactly
+    bn: int  # outputs of a CTA
+    bk: int  # of the inner dimension, a turn
+    early: int = 0  # weight tiles prefetched before the wait
     warps: int = 4
-    stages: int = 1
-    swap: bool = False
-    splits: int = 1
+    stages: int = 1  # of gemm's pipeline
+    swap: bool = False  # the weight is the MMA's left operand, whose 64 rows it fills
+    splits: int = 1  # CTAs that share the inner dimension of the same outputs
 
     def shared_bytes(self, gated: bool, load: Load = "plain") -> int:
-        """What gemm's pipeline holds of x and weight, and of a tile of weights made numbers; 0 for gemv, which needs only its sums'
-        few bytes."""
         if self.kind == "gemv":
             return 0
         width = self.bn * (2 if gated else 1)
@@ -56,22 +49,22 @@ class Tile:
 
 
 class GemmShape(NamedTuple):
-    """m outputs of n inputs each; `gated`: the weight has 2 m rows, gate first."""
+    """m outputs of n inputs; `gated`: the weight has 2 m rows, gate first."""
 
     m: int
     n: int
     gated: bool = False
 
     def distance(self, other: "GemmShape") -> float:
-        """Factors between the two shapes' sizes, summed as logarithms; gated ones never stand for others."""
+        """Sum of log size ratios; gated and plain shapes are incomparable."""
         if self.gated != other.gated:
             return math.inf
         return abs(math.log(self.m / other.m)) + abs(math.log(self.n / other.n))
 
 
 def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] = (1024, 128)) -> dict[int, Tile]:
-    """By the most rows that they take: outputs and early tiles of the gemv, outputs and stages of gemms of 16, 32 and 64 rows.
-    bk: columns a turn, of the gemv and of the gemms."""
+    """Tiles by most rows: (outputs, early tiles) of the gemv, (outputs, stages) of gemms of 16, 32
+    and 64 rows. bk: columns a turn, of gemv and gemms."""
     by_rows = zip((16, 32, 64), gemms, strict=True)
     return {1: Tile("gemv", 1, gemv[0], bk[0], gemv[1])} | {
         rows: Tile("gemm", rows, bn, bk[1], stages=stages, swap=bn <= 64 and rows < 64) for rows, (bn, stages) in by_rows
@@ -79,8 +72,8 @@ def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] =
 
 
 def _four_bit_tiles(*gemms: tuple[int, int, int]) -> dict[int, Tile]:
-    """Outputs, columns a turn and stages of gemms of 16, 32, 64 and 128 rows. Weights are made numbers in registers, the MMA's left
-    operand."""
+    """(outputs, columns a turn, stages) of gemms of 16, 32, 64 and 128 rows. Weights are converted
+    in registers, the MMA's left operand."""
     by_rows = zip((16, 32, 64, 128), gemms, strict=True)
     return {rows: Tile("gemm", rows, bn, bk, stages=stages, swap=True) for rows, (bn, bk, stages) in by_rows}
 
@@ -114,13 +107,8 @@ _BYTES: dict[Load, tuple[int, float]] = {"plain": (2, 2), "fp8": (1, 1), "int4":
 def choose(
     rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bool = False, load: Load = "plain"
 ) -> Tile | None:
-    """The tile for `rows` rows of x on a GPU whose blocks may have `shared` bytes of shared memory; None: use the library.
-
-    Up to `_GEMV_ROWS` rows take the tile for one row, and of few outputs more rows, a CTA each; of many rows 16 a CTA, where no
-    processor has more than one. Where a product's second wave of CTAs would leave half of the processors idle or more, two CTAs
-    share one, and there is no second wave. Where its outputs leave many processors idle, its inner dimension is shared out if it
-    may be in `parts`; else a tile that was measured for another shape takes fewer outputs, unless they are the MMA's rows (`swap`).
-    """
+    """The tile for `rows` rows of x and `shared` bytes of a block's shared memory; None: use the
+    library. With `parts` the inner dimension may be split."""
     table = TABLES[load]
     tiles = table[_nearest(shape, load)]
     if rows > max(tiles):
@@ -131,8 +119,10 @@ def choose(
     if 1 in tiles and rows * shape.m <= _FEW:
         return tiles[1]
     tile = tiles[min(most for most in tiles if rows <= most)]
+    # If a second wave of CTAs would leave half of the processors idle, two share one.
     second_wave = cdiv(shape.m, tile.bn) - _PROCESSORS
     tile = fit(tile, shape.gated, shared // 2 if 0 < second_wave <= _PROCESSORS // 2 else shared, load)
+    # If outputs leave many processors idle, the inner dimension is split, or a tile takes fewer outputs.
     if parts and load == "int4":
         return replace(tile, splits=_four_bit_splits(tile, shape))
     if parts:
@@ -146,7 +136,8 @@ def choose(
 
 
 def _four_bit_splits(tile: Tile, shape: GemmShape) -> int:
-    """Parts of the inner dimension. What makes weights numbers waits for its MMA, so several CTAs share a processor."""
+    """Parts of the inner dimension. Several CTAs share a processor, since converting weights waits
+    for the MMA."""
     ctas = cdiv(shape.m, tile.bn)
     most = 4 * _PROCESSORS if tile.rows <= 32 else 2 * _PROCESSORS
     fine = (splits for splits in (6, 4, 3, 2) if splits * ctas <= most and shape.n % (splits * tile.bk) == 0)
@@ -154,8 +145,8 @@ def _four_bit_splits(tile: Tile, shape: GemmShape) -> int:
 
 
 def fit(tile: Tile, gated: bool, shared: int, load: Load = "plain") -> Tile:
-    """`tile` with fewer stages, three at least, then half as many columns, until its pipeline fits in `shared` bytes, of which
-    reductions have 1 KiB."""
+    """`tile` with fewer stages (at least three), then half the columns, until its pipeline fits
+    `shared` bytes minus 1 KiB for reductions."""
     while tile.shared_bytes(gated, load) > shared - 1024:
         fewer = replace(tile, stages=tile.stages - 1)
         tile = fewer if tile.stages > 3 else replace(tile, bk=tile.bk // 2, stages=4)

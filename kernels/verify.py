@@ -1,17 +1,11 @@
-"""Attention of decode rows with several queries each: the new token of a sequence and its draft tokens.
+"""Attention of decode rows with several queries: a sequence's new token and its draft tokens.
 
     o_i = sum_j softmax_j( q_i . k_j ) v_j     over the keys j that query i sees:  j <= p_i, and j > p_i - window if there is one
 
-A row is one sequence: its queries read the same pages, which are gathered once, and share a CTA's products as rows of them. Every
-query has its own mask. Its K and V are in the pages already (`kernels.qkv.qkv_post`), and so are its drafts'.
-
-    grid   (rows, KV heads x parts of V's columns, splits)          a CTA's keys: runs split, split + splits, ... of `KEYS` keys
-    CTA    q [queries x heads of the KV head, d] -> online softmax over its runs -> its part and log-sum-exp to scratch
-    last   of a few splits of few rows the CTA that ends last adds the parts, as in `kernels.splitkv`
-
-Where there is more to add a second launch does so, a CTA a query and head: one CTA would take longer than attention itself. With
-`PAIRS` K is read from V's rows where rope does not turn it, as in `kernels.splitkv`. Positions and page ids are read before the
-wait for `qkv_post`, which triggers after its own, and the lines of the first run are asked for then.
+A row is one sequence, whose queries share gathered pages and a CTA's products, with a mask each. K
+and V are in the pages already (`kernels.qkv.qkv_post`). Grid, scratch and `PAIRS` are those of
+`kernels.splitkv`; many parts are added by a second launch. Positions and page ids are read, and the
+first run prefetched, before the wait for `qkv_post`, which triggers after its own.
 """
 
 from dataclasses import dataclass, replace
@@ -35,26 +29,24 @@ _MOST_ADDED = constexpr(8)  # splits whose parts of 16 rows the last CTA adds
 
 @dataclass(frozen=True)
 class VerifyTile:
-    """How a launch is cut: `rows` of a product, of queries x heads, and as in `kernels.decode.DecodeTile`. With `pairs` q has K's
-    weight where rope does not turn it (`kernels.qkv.qkv_post`, folded)."""
+    """How a launch is cut, as by `kernels.decode.DecodeTile`."""
 
-    rows: int
+    rows: int  # of a product: queries x heads
     keys: int
     values: int
     warps: int
     stages: int
-    pairs: int = 0
+    pairs: int = 0  # q is folded (`kernels.qkv.qkv_post`)
 
     def shared_bytes(self, d: int, itemsize: int = 2) -> int:
-        """What q takes and the pipeline holds of K and V, in `itemsize` bytes a number; large products read one stage late, and
-        numbers of one byte once more in two."""
+        """Bytes for q and the pipeline of K and V; large products read one stage late, and one-byte
+        numbers once more in two."""
         late = self.rows >= 64
         held = itemsize * (self.stages - 1 + late) + 2 * (late and itemsize == 1)
         return 2 * self.rows * (d + 2 * self.pairs) + held * self.keys * ((2 * self.pairs or d) + d // self.values) + 4096
 
 
 def verify_cut_of(pool: Tensor, rows: int, queries: int, pages: int, pairs: int = 0) -> tuple[int, VerifyTile]:
-    """`verify_cut` for one layer's pool [pages, 2, kv_heads, page, d] and the GPU that it is on."""
     kv_heads, page, d = pool.shape[2:]
     gpu = processors(pool.device), pool.element_size(), shared_memory(pool)
     return verify_cut(rows, kv_heads, queries, d, page, pages, *gpu, pairs)
@@ -65,13 +57,11 @@ def verify_cut(
     rows: int, kv_heads: int, queries: int, d: int, page: int, pages: int, processors: int, itemsize: int, shared: int,
     pairs: int = 0,
 ) -> tuple[int, VerifyTile]:  # fmt: skip
-    """Splits and tile for a bucket of `rows` rows that read at most `pages` pages, of so many queries x heads of a KV head.
+    """Splits and tile for a bucket of `rows` rows of at most `pages` pages, of `queries` queries x
+    heads of a KV head.
 
-    As measured on an H200 (tests/bench/verify_cuts.py): sums of 64 registers a thread at most, V's columns shared out where eight
-    splits or more remain, and splits for one CTA on each of the GPU's `processors`, or for two of 16 rows with `pairs`. A tile has
-    `pairs` too, but neither the largest, nor those of 64 rows where CTAs are few or `shared` is small. itemsize: bytes of a number;
-    fp32, for tests, takes the least; of one byte tiles of few rows have twice as many turns on their way. shared: bytes of shared
-    memory that a CTA may have.
+    Fitted to an H200 (tests/bench/verify_cuts.py): at most 64 sums a thread; V's columns are shared
+    out where eight splits remain; one CTA a processor, or two of 16 rows with `pairs`.
     """
     lanes = max(16, next_power_of_2(queries))
     assert lanes <= _MOST_ROWS, queries
@@ -118,12 +108,12 @@ def verify_attention(
     """Attention of one layer for `rows` rows of `q_len` queries each, written to `out`.
 
     q         [rows * q_len, heads, d], normed and roped, in `kernels.qkv.query_dtype`
-    pool      one layer's [pages, 2, kv_heads, page, d]; it holds the keys and values of all of the queries' positions
+    pool      one layer's [pages, 2, kv_heads, page, d], with all queries' keys and values
     page_ids  int32 [rows, width]: entry j is the page of positions (first + j) * page ..; first is 0, and with a window that of the
               oldest key that the row's first query sees
-    positions int32 [rows * q_len]: rising within a row; -1 behind a row's last query: padding, whose output is zero
+    positions int32 [rows * q_len]: rising within a row, then -1: padding, whose output is zero
     out       [rows * q_len, heads, d]
-    splits    CTAs along the keys of a (row, KV head);  tile: as `verify_cut` gives them, for more rows if one variant is to do
+    splits    CTAs along the keys of a (row, KV head);  tile: from `verify_cut`, perhaps for more rows
     """
     rows, (count, heads, d), (kv_heads, page) = len(page_ids), q.shape, pool.shape[2:4]
     q_len = count // rows
@@ -155,7 +145,6 @@ def verify_kernel(
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr,
     ROWS: constexpr, KEYS: constexpr, VALUES: constexpr, LAST_ADDS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """A CTA: one row's queries, one KV head, one part of V's columns, one split of the keys."""
     GROUP: constexpr = HEADS // KV_HEADS
     LINES: constexpr = Q_LEN * HEADS  # of a row's output
     DV: constexpr = D // VALUES
@@ -230,7 +219,7 @@ def verify_kernel(
 
 @triton.jit
 def _keys_of(positions, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr):
-    """Of a row's queries: the first key of the first page, the oldest key that any sees, the last."""
+    """Of a row's queries: first key of the first page, oldest key seen, last key."""
     query = tl.arange(0, triton.next_power_of_2(Q_LEN))
     last = tl.max(tl.load(positions + query, query < Q_LEN, -1), 0)
     first, oldest = 0, 0
@@ -245,7 +234,7 @@ def combine_kernel(
     positions, out, parts, lse, splits,
     D: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One query's head: the splits' parts, each by its share of the weights, `TURN` at a time."""
+    """One query's head: the splits' parts, weighted, `TURN` at a time."""
     TURN: constexpr = 8
     row, query = tl.program_id(0) // Q_LEN, tl.program_id(0) % Q_LEN
     head, heads = tl.program_id(1), tl.num_programs(1)

@@ -4,7 +4,20 @@ from collections import Counter
 
 import pytest
 
-from tests.support.prose import ALLOWED, MEASURES, ROOMS, breaches, counted, figures
+from tests.support.prose import (
+    ALLOWED,
+    BUDGETS,
+    FUNCTION_MEAN,
+    FUNCTION_WORDS,
+    FUNCTIONS,
+    MEASURES,
+    ROOMS,
+    WORDS,
+    breaches,
+    counted,
+    figures,
+    function_mean,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -15,18 +28,28 @@ def test_no_room_is_above_its_allowance() -> None:
 
 def test_each_measure_of_each_room_is_held() -> None:
     """One more than the allowance is reported by its room and measure, and nothing else is."""
-    assert set(ALLOWED) == set(ROOMS)
+    assert set(ALLOWED) == set(BUDGETS) == set(ROOMS)
+    bounds = {room: dict(zip((*MEASURES, WORDS), (*ALLOWED[room], BUDGETS[room]), strict=True)) for room in ROOMS}
     for room in ROOMS:
-        for at, measure in enumerate(MEASURES):
-            found = {name: Counter(dict(zip(MEASURES, ALLOWED[name], strict=True))) for name in ROOMS}
+        for measure, allowed in bounds[room].items():
+            found = {name: Counter(bounds[name]) for name in ROOMS}
+            assert breaches(found) == []
             found[room][measure] += 1
-            allowed = ALLOWED[room][at]
             assert breaches(found) == [f"{room}: {allowed + 1} {measure}, allowed {allowed}"]
+
+
+def test_functions_are_documented_in_few_words() -> None:
+    found = figures()
+    assert function_mean(found) <= FUNCTION_MEAN
+    found["kernels"][FUNCTION_WORDS] += 14 * sum(counts[FUNCTIONS] for counts in found.values())
+    assert function_mean(found) > FUNCTION_MEAN
 
 
 def test_what_is_counted() -> None:
     """Banned words count over line ends, parts of words do not; a swap is a tuple assignment, unpacking a call is not."""
     source = '"""Behind it there is\nnone."""\n\n# besides, beside\na, b = b, a\nc, d = f()\ne = 1 if a else 2\n'
-    expected = {"behind": 1, "beside": 1, "is none": 1, "docstring words": 5, "tuple assignments": 1, "conditional expressions": 1}
+    expected = {"behind": 1, "beside": 1, "is none": 1, WORDS: 5, "tuple assignments": 1, "conditional expressions": 1}
     assert counted(source) == Counter(expected)
     assert counted("y = x is None\n").total() == 0
+    function = counted('def f():\n    """Two words."""\n\n\ndef g():\n    pass\n')
+    assert function == Counter({WORDS: 2, FUNCTION_WORDS: 2, FUNCTIONS: 1})

@@ -1,4 +1,2 @@
-"""The commands of `quartet`, one a module: `register` adds its options, `run` does it.
-
-What takes a while to import, a command imports when it runs: `--help` stays quick.
-"""
+"""The commands of `quartet`, a module each with `register` and `run`, which import slow modules
+only when they run."""

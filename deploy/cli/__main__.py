@@ -1,4 +1,4 @@
-"""`python -m deploy.cli`: the command line, as `quartet` is."""
+"""`python -m deploy.cli` is `quartet`."""
 
 import sys
 

@@ -1,7 +1,4 @@
-"""`quartet check-config`: reads a Serve config as the launcher, Serve and the builder will, and starts nothing.
-
-    YAML -> our typed `args` -> Serve's own schema -> the deployments' names and GPUs -> the model's shape, where it is known here
-"""
+"""`quartet check-config`: reads a Serve config as Serve will, and starts nothing."""
 
 import argparse
 import os
@@ -39,7 +36,7 @@ def register(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the applications' settings as they will be; ConfigError names what is wrong."""
+    """Print the applications' settings. ConfigError."""
     from deploy.serve_schema import check_schema
 
     source = str(args.config)
@@ -60,7 +57,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def all_notes(config: ServeConfig, app: ServeConfig, settings: Settings) -> Iterator[str]:
-    """Notes all that is odd about one application. ConfigError: it cannot be served."""
     http = config.get("http_options") or {}
     yield from deployment_notes(app, settings)
     yield from model_notes(settings)
@@ -70,7 +66,7 @@ def all_notes(config: ServeConfig, app: ServeConfig, settings: Settings) -> Iter
 
 
 def deployment_notes(app: ServeConfig, settings: Settings) -> Iterator[str]:
-    """Notes what in `deployments:` would not do what it says."""
+    """Notes on `deployments:` options without effect."""
     for options in app["deployments"]:
         gpus = options.get("ray_actor_options", {"num_gpus": settings.tp}).get("num_gpus") or 0  # Serve takes all or none of ours
         for name in ("max_ongoing_requests", "max_queued_requests"):
@@ -81,7 +77,6 @@ def deployment_notes(app: ServeConfig, settings: Settings) -> Iterator[str]:
 
 
 def node_notes(config: ServeConfig, http: ServeConfig, settings: Settings) -> Iterator[str]:
-    """Notes which addresses of this config are no use on several machines."""
     if config.get("proxy_location", "EveryNode") != "EveryNode":
         return
     if url_host(str(http.get("host", "127.0.0.1"))) in LOOPBACK_NAMES:
@@ -91,7 +86,6 @@ def node_notes(config: ServeConfig, http: ServeConfig, settings: Settings) -> It
 
 
 def key_notes(http: ServeConfig, settings: Settings) -> Iterator[str]:
-    """Notes how many keys there are, and whether anybody may ask without. ConfigError: the file of keys is not as it should be."""
     if not settings.keys.needed:
         if (host := http.get("host", "127.0.0.1")) not in ("127.0.0.1", "localhost", "::1"):
             yield f"no keys, and http_options.host is {host}: anybody who reaches the port may use it"
@@ -105,7 +99,7 @@ def key_notes(http: ServeConfig, settings: Settings) -> Iterator[str]:
 
 
 def time_notes(app: ServeConfig, http: ServeConfig, settings: Settings) -> Iterator[str]:
-    """Notes where Serve's bounds would cut answers short that limits.request_timeout_s allows, or let a wait have no bound."""
+    """Notes where Serve's time limits are shorter than limits.request_timeout_s, or missing."""
     deployments = app["deployments"]
     bound = http.get("request_timeout_s")
     own = settings.limits.request_timeout_s
@@ -120,8 +114,8 @@ def time_notes(app: ServeConfig, http: ServeConfig, settings: Settings) -> Itera
 
 
 def model_notes(settings: Settings) -> Iterator[str]:
-    """Checks what the model's shape forbids, and of a checkpoint what a replica would refuse. What could not be checked is a note;
-    ConfigError names the key."""
+    """Check the model's shape and files. What cannot be checked is a note. ConfigError names the
+    key."""
     from deploy.cli.sizing import configured, known_folder
 
     if (folder := known_folder(settings.model, settings.revision)) is None:

@@ -34,7 +34,7 @@ def register(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints every finding; returns 1 where one of them fails."""
+    """Print every finding; 1 if one fails."""
     findings = list(look(args.config, args.architecture, kernels=args.kernels, offline=args.offline))
     counts = {state: sum(finding.state == state for finding in findings) for state in ("ok", "warn", "fail")}
     fine = not counts["fail"]
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def architecture(text: str) -> ComputeCapability:
-    """Reads `sm100`, `sm_100a` or `10.0` as (10, 0)."""
+    """`sm100`, `sm_100a` or `10.0` as (10, 0)."""
     match = re.fullmatch(r"(?:sm_?(\d{1,2})|(\d{1,2})\.)(\d)[af]?", text.lower())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no compute capability such as sm100, sm90 or 12.0")
@@ -54,10 +54,10 @@ def architecture(text: str) -> ComputeCapability:
 
 
 def look(path: Path | None, other: ComputeCapability | None, *, kernels: bool, offline: bool = False) -> Findings:
-    """Runs every check, in the order in which one would set a machine up; `kernels` and `offline` if they are asked for.
-    ConfigError: `offline` without a config.
+    """Run every check in the order of setting up a machine. ConfigError: `offline` without a
+    config.
 
-    path: the config that this machine is to serve;   other: another GPU's compute capability, for attention
+    path: config to serve;   other: another GPU's compute capability, for attention
     """
     from deploy.cli import machine_checks as checks
     from deploy.cli.offline_checks import offline as offline_checks

@@ -1,4 +1,5 @@
-"""`quartet env`: the environment that `ray start` needs on a standing cluster, as a shell, systemd or Kubernetes reads it."""
+"""`quartet env`: the environment for `ray start` on a standing cluster, for shell, systemd or
+Kubernetes."""
 
 import argparse
 import shlex
@@ -30,7 +31,7 @@ def register(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the variables; ConfigError names what is wrong with the config."""
+    """ConfigError."""
     values = environment.for_ray_start(head=args.node == "head")
     if args.config is not None:
         config = read_config(args.config)
@@ -43,12 +44,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def shell_lines(values: Mapping[str, str]) -> list[str]:
-    """Formats export lines for a POSIX shell."""
     return [f"export {name}={shlex.quote(value)}" for name, value in values.items()]
 
 
 def systemd_lines(values: Mapping[str, str]) -> list[str]:
-    """Formats the file that EnvironmentFile= names."""
+    """For systemd's EnvironmentFile=."""
     return [f'{name}="{_escaped(value)}"' for name, value in values.items()]
 
 
@@ -57,7 +57,7 @@ def _escaped(value: str) -> str:
 
 
 def kubernetes_lines(values: Mapping[str, str]) -> list[str]:
-    """Formats the list under a container's `env:`. Kubernetes reads `$$` as one dollar, and `$(NAME)` as a variable."""
+    """For a container's `env:`. Kubernetes reads `$$` as a dollar, `$(NAME)` as a variable."""
     import yaml
 
     entries = [{"name": name, "value": value.replace("$", "$$")} for name, value in values.items()]

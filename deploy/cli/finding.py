@@ -1,4 +1,4 @@
-"""A line of what `doctor` looks at."""
+"""A line of `doctor`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,8 +9,6 @@ State = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, how it stands, what was found, and what to do unless all is well."""
-
     name: str
     state: State
     found: str
@@ -21,5 +19,5 @@ Findings = Iterator[Finding]
 
 
 def checked(name: str, good: bool, detail: str, advice: str, bad: State = "warn") -> Finding:
-    """Makes a finding that is `ok` with nothing to do, or `bad` with the advice."""
+    """A finding: `ok`, or `bad` with advice."""
     return Finding(name, "ok", detail) if good else Finding(name, bad, detail, advice)

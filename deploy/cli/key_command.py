@@ -1,4 +1,4 @@
-"""`quartet key new`: makes an API key, shows it once, and gives the line that a file of keys has of it."""
+"""`quartet key new`: makes an API key, shows it once, and prints its line for a key file."""
 
 import argparse
 import os
@@ -32,11 +32,11 @@ def register(commands: Subparsers) -> None:
     parser.add_argument("--tokens", metavar="N", help="a minute, of prompts and answers (default: no limit)")
     parser.add_argument("--concurrent", metavar="N", help="requests open at once (default: no limit)")
     parser.add_argument("--expires", metavar="TIME", help="a day, or a time by ISO 8601, in UTC if it has no zone (default: never)")
-    parser.add_argument("--append", type=Path, metavar="FILE", help="put the line at this file's end; made where there is none")
+    parser.add_argument("--append", type=Path, metavar="FILE", help="append the line to this file, which is made if absent")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the key and its line. ConfigError: an option is wrong, or does not go with what the file has."""
+    """ConfigError: a wrong option, or a conflict with the file."""
     if not NAME.fullmatch(args.name):
         raise ConfigError("--name: 1 to 64 of A-Z a-z 0-9 . _ -")
     names = ("rights", "models", "requests", "tokens", "concurrent", "expires")
@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _append(path: Path, line: str) -> None:
-    """Adds a line to a file, which is made where there is none, in one write: who reads it meanwhile has it as it was, or with the
-    line, and of two that add at once both lines stay."""
+    """Append in one write, so readers see the file before or after, and concurrent lines both stay."""
     if path.exists() and not path.is_file():  # a pipe, say, whose other end would be waited for
         raise ConfigError(f"--append: {path} is no file")
     text = read(KeySettings(file=str(path))) if path.exists() else ""

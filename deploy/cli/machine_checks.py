@@ -1,8 +1,4 @@
-"""What `doctor` looks at: each check is a function that gives findings, and changes nothing.
-
-Versions are held to pyproject.toml, GPUs to cluster/capability, Ray's environment to deploy/environment: the ranges and the
-reasons stand there once.
-"""
+"""The checks of `doctor`: functions that return findings and change nothing."""
 
 import os
 import platform
@@ -37,7 +33,7 @@ _FILES = 4096
 
 
 def software() -> Findings:
-    """Holds Python and the dependencies against the ranges of pyproject.toml."""
+    """Python and dependencies against pyproject.toml."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
@@ -64,7 +60,7 @@ def software() -> Findings:
 
 
 def devices(node: Capability) -> Findings:
-    """Lists GPUs, whether torch can use them, and how they reach each other."""
+    """GPUs, torch's access to them, and their links."""
     if not node.gpus:
         yield Finding("gpus", "warn", "none visible", "deploy/nano.yaml runs on CPU; a driver and CUDA_VISIBLE_DEVICES show them")
         return
@@ -80,7 +76,6 @@ def devices(node: Capability) -> Findings:
 
 
 def compiler(node: Capability) -> Finding:
-    """Looks for what Triton compiles its launchers with, at the first launch of a kernel on a GPU."""
     choices = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     found = next(filter(None, map(shutil.which, choices)), None)
     header = Path(sysconfig.get_path("include"), "Python.h")
@@ -91,7 +86,7 @@ def compiler(node: Capability) -> Finding:
 
 
 def attention(node: Capability, settings: Settings, other: ComputeCapability | None) -> Findings:
-    """Says which attention backend runs here with `settings`, or on another GPU, of compute capability `other`, and why."""
+    """The attention backend here, or for compute capability `other`, and why."""
     architecture = other or node.architecture
     chosen_for = architecture if settings.needs_gpus or other else None
     try:
@@ -106,7 +101,6 @@ def attention(node: Capability, settings: Settings, other: ComputeCapability | N
 
 
 def kernels() -> Finding:
-    """Holds our kernels against plain torch on the first GPU, as ranks do at start where nobody tried its architecture."""
     import torch
 
     from kernels.selfcheck import CHECKS, failures
@@ -120,7 +114,7 @@ def kernels() -> Finding:
 
 
 def links(indices: list[int]) -> Finding:
-    """Says how NVML's devices `indices` reach each other, which decides whether sums may go over symmetric memory."""
+    """Links among NVML's devices, which decide whether sums use symmetric memory."""
     import pynvml
 
     pairs = list(combinations(indices, 2))
@@ -128,7 +122,7 @@ def links(indices: list[int]) -> Finding:
         return Finding("nvlink", "ok", "one GPU: nothing to link")
 
     def apart(way: int) -> str:
-        """Names the first pairs that do not reach each other that way."""
+        """The first pairs without that link."""
         names = [
             f"{first}-{second}"
             for first, second in pairs
@@ -153,7 +147,7 @@ def links(indices: list[int]) -> Finding:
 
 
 def machine() -> Findings:
-    """Looks at cores, memory and limits."""
+    """Cores, memory and limits."""
     cores = len(os.sched_getaffinity(0))
     yield checked("cores", cores > 1, str(cores), "ranks, core and HTTP share one")
     memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -168,12 +162,10 @@ def _room(name: str, free: int, least: int, why: str) -> Finding:
 
 
 def _free(folder: Path) -> int:
-    """Counts the bytes free where the folder is, or the nearest one above it that exists."""
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
 def api_port(host: str, port: int) -> Finding:
-    """Tries the address that clients would use."""
     try:
         check_port(host, port)
     except ConfigError as error:
@@ -182,7 +174,7 @@ def api_port(host: str, port: int) -> Finding:
 
 
 def ingress() -> Finding:
-    """Runs the HAProxy that would carry the streams, to see its version."""
+    """The version of the HAProxy that would run."""
     binary = environment.haproxy_binary()
     if binary is None:
         return Finding(
@@ -196,14 +188,14 @@ def ingress() -> Finding:
 
 
 def ray_environment() -> Finding:
-    """Lists variables that are set already: the launcher leaves them as they are."""
+    """Variables that are set already, which the launcher keeps."""
     own = [f"{name}={os.environ[name]}" for name, value in environment.RAY.items() if os.environ.get(name, value) != value]
     verdict = ", ".join(own) or f"nothing stands against the {len(environment.RAY)} that the launcher sets"
     return checked("ray settings", not own, verdict, "set by you, and kept: deploy/environment.py says what Quartet sets, and why")
 
 
 def hub() -> Findings:
-    """Says where checkpoints come from and go to. The token itself is not shown."""
+    """Where checkpoints come from and go to. The token is not shown."""
     from huggingface_hub import constants, get_token
 
     source = "offline: only what is in the cache" if constants.HF_HUB_OFFLINE else "downloads allowed"
@@ -215,7 +207,7 @@ def hub() -> Findings:
 
 
 def templates(settings: Settings) -> Findings:
-    """Says which chat template an application would use, where it is on this machine, and whether Google has corrected it."""
+    """The chat template of an application, where it is, and whether Google has corrected it."""
     name = f"template of {settings.name}"
     if (template := settings.template) is not None and not template.is_file():
         yield Finding(name, "warn", f"{template} is not here", "it must be on every node with replicas")
@@ -226,7 +218,7 @@ def templates(settings: Settings) -> Findings:
 
 
 def config(name: str, settings: Settings, gpus: int) -> Finding:
-    """Says whether this machine alone could hold what a config asks for."""
+    """Whether this machine could hold a config."""
     try:
         check_nodes(settings, [gpus])
     except ConfigError as error:

@@ -1,8 +1,6 @@
-"""The command line `quartet`, which `python -m deploy.cli` is as well: one parser for all.
+"""The command line `quartet`. Parsing imports neither torch nor ray.
 
-The commands are modules beside this one. Neither torch nor ray is imported to parse a line or to print help.
-
-Exit codes: 0 ended as asked; 1 it ran into trouble, or the answer is no; 2 it cannot run like this, said in one line.
+Exit codes: 0 done; 1 trouble, or the answer is no; 2 it cannot run like this, said in one line.
 """
 
 import argparse
@@ -32,9 +30,8 @@ exit codes: 0 as asked; 1 trouble, or the answer is no; 2 it cannot run like thi
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # whoever started this closed it: no file or socket may get its number
+        if getattr(sys, name) is None:  # its starter closed it: no file or socket may get its number
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - until the end
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("quartet", description="Quartet: Gemma 4 on Ray Serve.", epilog=HELP, formatter_class=raw)

@@ -1,4 +1,4 @@
-"""What a replica would refuse of the files of a model that is on this machine. No torch."""
+"""What a replica would refuse of a local model's files. No torch."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 
 
 def check_drafter(settings: Settings) -> None:
-    """Raises CheckpointError where the drafter is another model's, by the shapes of both names. Nothing is downloaded."""
+    """CheckpointError: the drafter belongs to another model, by shape. Downloads nothing."""
     from deploy.cli.sizing import known_folder
     from deploy.placement import drafter_folder
     from engine.rank import checkpoints
@@ -21,8 +21,8 @@ def check_drafter(settings: Settings) -> None:
 
 
 def check_files(config: EngineConfig, template: Path | None) -> None:
-    """Raises CheckpointError where a replica would refuse the checkpoint, its encoders of media among it, its tokenizer and
-    template, its drafter, or an adapter. No tensor is read."""
+    """CheckpointError: a replica would refuse the checkpoint, an encoder, tokenizer, template,
+    drafter or adapter. Reads no tensor."""
     from engine.front.text import TextProcessor
     from engine.rank.checkpoints import checkpoints_of
     from engine.rank.load.adapter_tensors import map_adapters

@@ -1,4 +1,4 @@
-"""What `doctor --offline` looks at: each thing that a start without a network would lack."""
+"""`doctor --offline`: what a start without network would lack."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 
 
 def offline(settings: Settings, node: Capability) -> Findings:
-    """Names what would be fetched: models of the hub, FlashInfer's kernels, and who would be asked without need."""
+    """What would be fetched: hub models, FlashInfer's kernels, needless requests."""
     yield model("model", settings.model, settings.revision)
     if settings.mtp.model and settings.mtp.drafts:
         yield model("mtp.model", settings.mtp.model, None)
@@ -27,7 +27,6 @@ def offline(settings: Settings, node: Capability) -> Findings:
 
 
 def model(key: str, name: str, revision: str | None) -> Finding:
-    """Says whether a model, with all its weights and its tokenizer, is on this machine."""
     title = f"offline: {key}"
     try:
         if folder := local_folder(name):
@@ -47,7 +46,7 @@ def model(key: str, name: str, revision: str | None) -> Finding:
 
 
 def missing_files(folder: Path | None, key: str) -> list[str]:
-    """Lists what a folder of the hub's cache lacks: weights that its index names and, of the model itself, the tokenizer."""
+    """What a hub cache folder lacks: indexed weights, and the model's tokenizer."""
     if folder is None:
         return ["config.json"]
     needed = sorted(set(read_index(folder).values())) or ["*.safetensors"]
@@ -57,6 +56,5 @@ def missing_files(folder: Path | None, key: str) -> list[str]:
 
 
 def variable(name: str, expected: str, otherwise: str) -> Finding:
-    """Says whether an environment variable is set as it should be without a network."""
     value = os.environ.get(name)
     return checked(f"offline: {name}", value == expected, f"{name}={value or ''}", f"export {name}={expected}: {otherwise}")

@@ -1,4 +1,4 @@
-"""How a command talks: JSON for scripts, plain lines for people."""
+"""Command output: JSON for scripts, plain lines for people."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ OK, NO, CANNOT = 0, 1, 2  # exit codes: as asked; trouble, or the answer is no; 
 
 
 class Table(NamedTuple):
-    """Rows of text under `columns`; a column that begins with `>` is set flush right."""
+    """Rows of text; a column name that begins with `>` is flush right."""
 
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
@@ -27,7 +27,7 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def command(
     commands: Subparsers, name: str, run: Run, summary: str, teach: str, *, as_json: bool = True
 ) -> argparse.ArgumentParser:
-    """Adds a subcommand that `run` does, whose --help ends with `teach`, shown as it stands."""
+    """Add a subcommand; its --help ends with `teach` verbatim."""
     raw = argparse.RawDescriptionHelpFormatter
     about = f"{summary[:1].upper()}{summary[1:]}."
     parser = commands.add_parser(name, help=summary, description=about, epilog=teach, formatter_class=raw)
@@ -38,8 +38,7 @@ def command(
 
 
 def emit(args: argparse.Namespace, value: Any, parts: Iterable[Part]) -> None:
-    """Writes `value` as JSON where --json asks for it, or `parts` as text, to stdout. ConfigError: it cannot be written, as on a
-    full disk."""
+    """Write `value` as JSON with --json, else `parts` as text. ConfigError: it cannot be written."""
     text = json.dumps(value, indent=2) if args.json else "\n".join(plain(parts))
     try:
         print(text, flush=True)
@@ -50,7 +49,7 @@ def emit(args: argparse.Namespace, value: Any, parts: Iterable[Part]) -> None:
 
 
 def plain(parts: Iterable[Part]) -> Iterator[str]:
-    """Yields lines: tables as columns two blanks apart, with no borders."""
+    """Lines; tables as columns two blanks apart."""
     for part in parts:
         if isinstance(part, str):
             yield part
@@ -68,5 +67,4 @@ def _columns(table: Table) -> Iterator[str]:
 
 
 def gib(size: float) -> str:
-    """Formats bytes as GiB, or as MiB below one."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

@@ -64,7 +64,7 @@ def register(commands: Subparsers) -> None:
 
 
 def byte_size(text: str) -> int:
-    """Reads `80GiB`, `141GB`, `512Mi` or plain bytes."""
+    """`80GiB`, `141GB`, `512Mi` or plain bytes."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:
@@ -74,7 +74,6 @@ def byte_size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan of the config's application, or of the model that is named, or of each public shape in each format."""
     if args.config is None and args.model is None:
         plans = [report(settings_from(each), each) for each in member_questions(args)]
         emit(args, {"members": plans}, member_parts(plans))
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
-    """Reads the settings of the plan: a config's, or defaults; options win. ConfigError names a bad one."""
+    """A config's settings or defaults; options win. ConfigError."""
     given = {name: value for name in ("model", "device", *SIZES) if (value := getattr(args, name)) is not None}
     if args.config is None:
         return Settings.read(given)
@@ -94,7 +93,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
 
 
 def report(settings: Settings, args: argparse.Namespace) -> Plan:
-    """Returns everything there is to say, as plain data; sizes in bytes. `fits` False carries a `reason`."""
+    """The plan as plain data; sizes in bytes. `fits` False has a `reason`."""
     from deploy.cli import sizing
 
     with sizing.in_format(sizing.shape_folder(settings.model, settings.revision), settings.weights) as folder:
@@ -143,7 +142,6 @@ def member_questions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def figures(sized: "Sizing", contexts: Sequence[int] | None) -> Plan:
-    """Returns pools and concurrency, of a model whose weights fit."""
     longest = sized.config.max_len
     lengths = sorted({length for length in (*(contexts or CONTEXTS), longest) if 1 <= length <= longest})
     held = sized.concurrency(longest)
@@ -167,7 +165,7 @@ def figures(sized: "Sizing", contexts: Sequence[int] | None) -> Plan:
 
 
 def gpu_memory(args: argparse.Namespace) -> int:
-    """Returns the bytes of one GPU: as asked, else this machine's smallest. ConfigError where neither says."""
+    """Bytes of one GPU: as asked, else this machine's smallest. ConfigError without both."""
     if args.gpu_memory is not None:
         return int(args.gpu_memory)
     if args.gpu is not None:
@@ -188,7 +186,7 @@ def member_parts(plans: Sequence[Plan]) -> Iterator[Part]:
 
 
 def member_counts(plan: Plan, lengths: Sequence[int]) -> Iterator[str]:
-    """Yields how many sequences of each length run at once, and the smallest tp that would hold a model that does not fit."""
+    """Concurrent sequences of each length, and the smallest tp for a model that does not fit."""
     counts = {row["tokens"]: f"{row['sequences']:,}" for row in plan.get("concurrency", ())}
     for length in lengths:
         yield counts.get(length, "-")

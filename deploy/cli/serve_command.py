@@ -1,4 +1,4 @@
-"""`quartet serve`: starts Ray and Serve on this machine, serves a config, and drains at a signal."""
+"""`quartet serve`: starts Ray and Serve here, serves a config, drains at a signal."""
 
 import argparse
 import io
@@ -18,7 +18,7 @@ from engine.errors import ConfigError, QuartetError
 
 HELP = """\
 Starts Ray and Serve on this machine and serves CONFIG until SIGINT or SIGTERM. The first signal drains: no new requests, open
-answers finish within --drain seconds; a second one stops at once. Nothing is left behind.
+answers finish within --drain seconds; a second one stops at once. Nothing is left over.
 
   quartet serve deploy/nano.yaml
   quartet serve deploy/gemma4.yaml --port 9000 --drain 120
@@ -38,7 +38,6 @@ def register(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until a signal; returns the exit code. ConfigError: it cannot run like this."""
     if not args.drain >= 0:
         raise ConfigError("--drain: expected seconds, 0 or more")
     config = read_config(args.config)
@@ -64,7 +63,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(launch: Launch, drain_s: float) -> int:
-    """Starts, waits for a signal, drains; a second signal ends the drain."""
     try:
         with handling(interrupt):
             check_drafter(launch.settings)
@@ -91,7 +89,7 @@ def _run(launch: Launch, drain_s: float) -> int:
 
 
 def _say(line: str) -> None:
-    """Prints a line; from the first that cannot be written on (a full disk, a pipe that nobody reads) nothing: serving goes on."""
+    """Print a line; after a failed write (full disk, closed pipe) print nothing, and serve on."""
     notify(f"STATUS={line}")
     try:
         print(f"quartet: {line}", flush=True)

@@ -1,4 +1,4 @@
-"""Tells systemd how the service stands, as sd_notify does: a datagram to the socket that NOTIFY_SOCKET names."""
+"""Reports the service's state to systemd, as sd_notify: a datagram to NOTIFY_SOCKET."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ STOPPING = "STOPPING=1"
 
 
 def notify(*states: str) -> None:
-    """Sends states such as `READY`, or `STATUS=` and a line of text. Does nothing where no service manager waits for them."""
+    """Send states such as `READY` or `STATUS=...`. No effect without a service manager."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return

@@ -1,10 +1,6 @@
-"""What a rank holds, by the engine's own code: the model and the caches are built on torch's meta device, where tensors have
-sizes and no memory.
+"""What a rank holds, by building model and caches on torch's meta device with the engine's code.
 
-    config.json -> engine_config -> load_rank (meta): weights -> what is left -> pages_of -> kv_cache (meta): pools and page tables
-
-So there is no formula here that could differ from what an engine allocates. What CUDA, NCCL and the allocator take beside the
-weights only a device can tell: RESERVE is what an H200 showed at TP=4.
+RESERVE, for CUDA, NCCL and the allocator, was measured on an H200 at TP=4.
 """
 
 import json
@@ -41,7 +37,7 @@ _PUBLISHED = re.compile(rf"(?:(?:.*/)?gemma-4-)?({'|'.join(MEMBERS)})(?:-it)?(-a
 
 
 class Pool(FrozenStruct):
-    """One KV group of one rank. `pages` counts the null page; sizes in bytes, over all layers of the group."""
+    """One KV group of one rank. `pages` counts the null page; sizes in bytes, over all layers."""
 
     group: KVGroup
     pages: int
@@ -50,12 +46,12 @@ class Pool(FrozenStruct):
     table_bytes: int
 
     def holds(self, tokens: int) -> int:
-        """Return how many sequences of `tokens` tokens it holds at once; the last token is not computed on, so it needs no page."""
+        """Sequences of `tokens` tokens that it holds; the last token needs no page."""
         return (self.pages - 1) // self.group.worst_pages(max(1, tokens - 1))
 
 
 class Sizing(FrozenStruct):
-    """The KV cache of one rank. `budget`: bytes that may be spent on pools; page tables come on top."""
+    """The KV cache of one rank. `budget`: bytes for pools, without page tables."""
 
     config: EngineConfig
     budget: int
@@ -63,44 +59,40 @@ class Sizing(FrozenStruct):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, prompt and output, that the pools hold."""
+        """Tokens of the longest sequence."""
         return longest_sequence([pool.group for pool in self.pools], [pool.pages for pool in self.pools])
 
     def concurrency(self, tokens: int) -> int:
-        """Return how many sequences of `tokens` tokens, prompt and output, run at once and are never preempted."""
         return min(self.config.max_seqs, *(pool.holds(tokens) for pool in self.pools))
 
 
 def known_folder(model: str, revision: str | None = None) -> Path | None:
-    """Finds a folder with the model's config.json, and no promise of anything else: its own, the hub cache's, or that of the public
-    shape that its name stands for (`31b`, `<owner>/gemma-4-31B-it`). None when this machine does not know the model."""
+    """A folder with the model's config.json: its own, the hub cache's, or a public shape's; None if
+    unknown."""
     match = _PUBLISHED.fullmatch(model.lower())
     return folder_here(model, revision) or (local_folder(f"dummy:{match[1]}{match[2] or ''}") if match else None)
 
 
 def configured(settings: Settings, folder: Path) -> EngineConfig:
-    """Makes the engine's settings as a replica would. ConfigError names what the shape forbids."""
     return configure(settings, folder, shape_folder, has_gpus=True)
 
 
 def shape_folder(model: str, revision: str | None = None) -> Path:
-    """Finds what `known_folder` does; ConfigError where this machine does not know the model."""
+    """`known_folder`; ConfigError if unknown."""
     if (folder := known_folder(model, revision)) is None:
         raise ConfigError(f"model: {model} is not on this machine and no known shape: give a folder with config.json")
     return folder
 
 
 def size(engine: EngineConfig, weights: int, memory: int) -> Sizing:
-    """Sizes the KV cache of a rank that holds `weights` bytes, on a device of `memory` bytes (on a CPU: the engine's own bound).
-
-    ConfigError when it does not fit, with the numbers.
-    """
+    """Size the KV cache next to `weights` bytes on a device of `memory` bytes. ConfigError with the
+    numbers."""
     budget = kv_budget(engine, memory, weights + RESERVE + exchange_bytes(engine, engine.geometry))
     return Sizing(engine, budget, pools(engine, pages_of(engine, budget)))
 
 
 def fits_at(settings: Settings, folder: Path, memory: int) -> int | None:
-    """Returns the smallest usual group that would hold the model; None where none does."""
+    """The smallest usual group that fits, or None."""
     for tp in TPS:
         try:
             engine = configured(msgspec.structs.replace(settings, tp=tp), folder)
@@ -131,7 +123,8 @@ def in_format(folder: Path, weights: str) -> Iterator[Path]:
 
 
 def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
-    """Returns (bytes of one rank's weights, its drafter's and encoders' too, elements of the whole text model)."""
+    """(bytes of one rank's weights, drafter and encoders included, elements of the whole text
+    model)."""
     from engine.rank.checkpoints import checkpoints_of
     from engine.rank.load.slices import elements
 
@@ -139,7 +132,7 @@ def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
 
 
 def meta_rank(engine: EngineConfig) -> "Rank":
-    """Builds rank 0 without memory: every rank's shard has the same shapes."""
+    """Build rank 0 without memory; all ranks have the same shapes."""
     import torch
 
     from engine.rank.builder import load_rank

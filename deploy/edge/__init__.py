@@ -1,1 +1,1 @@
-"""The HTTP server of a replica, as a plain ASGI app: it may be run by any server, and knows nothing of Ray."""
+"""The HTTP server of a replica: a plain ASGI app that knows nothing of Ray."""

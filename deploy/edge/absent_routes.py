@@ -1,4 +1,4 @@
-"""Paths that other servers have: a 404, or a 405, says in a sentence why there is none here."""
+"""Paths that other servers have, each with a sentence for its 404 or 405."""
 
 _SENTENCES = {
     **dict.fromkeys(("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/embeddings",
@@ -18,7 +18,6 @@ _SENTENCES = {
 
 
 def why_absent(path: str) -> str | None:
-    """The sentence for a path that has no route; None: nobody would expect it here."""
     if path[1:].endswith("/"):
         return "No path ends in a slash here."
     return next((text for prefix, text in _SENTENCES.items() if f"{path}/".startswith(f"{prefix}/")), None)

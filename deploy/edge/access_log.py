@@ -1,10 +1,4 @@
-"""What is logged of each request: one access line and one trace at its end.
-
-    access log (this) -> limits -> FastAPI -> route -> CompletionResponse     the RequestRecord goes along in the scope
-       `- at the end: access line, spans
-
-A stream's chunks are sent past this and past Starlette's wrappers, who only look at the reply's head: a token costs nothing here.
-"""
+"""Writes one access line and one trace for each request, at its end."""
 
 import asyncio
 import json
@@ -29,20 +23,19 @@ _PLAIN = re.compile(r"[\w.:/@+,-]*", re.ASCII)
 
 
 def _plain(value: object) -> str:
-    """A value that cannot be read as more than one field: what has other characters stands in quotes, escaped."""
+    """Quote and escape a value that could be read as more than one field."""
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
 @dataclass
 class AccessLog:
-    """Wraps the whole app. It is Serve that puts `x-request-id` on replies."""
+    """Wraps the whole app. Serve puts `x-request-id` on replies."""
 
     app: ASGIApp
     service: Service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Open a record, serve, close it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

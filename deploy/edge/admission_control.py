@@ -1,7 +1,7 @@
-"""Who is let in: every request has a ticket from its head to its end, and none is promised what is not there.
+"""Admission: each request holds a ticket until its last byte, and capacity is never oversubscribed.
 
     enter() -------- settle(choices, tokens) -------- submitted() ------------------ leave()
-      |-- one answer ---|-- so many choices, tokens -----|-- the engine counts them ----|     leave() at any point gives all back
+      |-- one answer ---|-- its choices and tokens -----|-- the engine counts them ----|
 
 At its head a request is refused when every choice is taken. What it costs is known when it has been read, and is taken then, all or
 nothing: requests that each held a part would shut each other out. A choice is counted here until the engine has it, and by the
@@ -34,17 +34,12 @@ ANSWERS_PER_CHOICE = 4  # answers under way, those included that only wait for t
 
 @dataclass
 class AdmissionControl:
-    """The tickets of one engine.
-
-    choices    that may run or wait at once
-    tokens     of prompts that may wait for their prefill at once
-    bytes      of media that may wait with them
-    """
+    """The tickets of one engine."""
 
     engine: EngineClient
-    choices: int
-    tokens: int
-    bytes: int
+    choices: int  # running or waiting at once
+    tokens: int  # of prompts waiting for prefill
+    bytes: int  # of media waiting with them
     _reserved: int = 0
     _open_answers: int = 0
     _turn: int = 0  # the latest
@@ -54,12 +49,11 @@ class AdmissionControl:
 
     @property
     def taken(self) -> int:
-        """Choices that hold a ticket."""
         return self.engine.open + self._reserved
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens that wait for their prefill, or for their submission."""
+        """Prompt tokens that wait for prefill or submission."""
         return sum(ticket.tokens for ticket in self._waiting())
 
     def _waiting(self) -> list["AdmissionTicket"]:
@@ -84,14 +78,15 @@ class AdmissionControl:
             self._ahead[client] = self._ahead.get(client, 0) + more
 
     def enter(self, client: str) -> "AdmissionTicket":
-        """A ticket for one answer. Overloaded: every choice is taken, and nobody would give way."""
+        """Overloaded if every choice is taken and none can be reclaimed."""
         if self.taken >= self.choices and self._last_of_greediest(client, 1) is None:
             raise Overloaded(FULL)
         self._claim(0, 1)
         return AdmissionTicket(self, client)
 
     async def make_room(self, client: str, choices: int, tokens: int, media: int) -> None:
-        """Have others give way, one by one, until there is room, nobody has more, or GIVE_WAY_S are over."""
+        """Refuse other clients' waiting requests until there is room, none is left to refuse or
+        GIVE_WAY_S have passed."""
         ends = time.monotonic() + GIVE_WAY_S
         while self._refusal(choices, tokens, media) and (ticket := self._last_of_greediest(client, choices)) is not None:
             before = self.taken
@@ -102,7 +97,8 @@ class AdmissionControl:
                 return
 
     def _last_of_greediest(self, client: str, choices: int) -> "AdmissionTicket | None":
-        """The last that waits of the client of most waiting choices, if those are more than `client` would have."""
+        """The last waiting ticket of the client with most waiting choices, if above what `client`
+        would have."""
         waiting, held = self._waiting(), Counter[str]()
         for ticket in waiting:
             held[ticket.client] += ticket.choices
@@ -121,7 +117,7 @@ class AdmissionControl:
         return FULL if self.taken + choices > self.choices else None
 
     def _claim(self, choices: int, answers: int) -> None:
-        """Take so many, or give back what is below 0. Overloaded: so many answers are not there."""
+        """Negative numbers give back. Overloaded: too many answers."""
         if self._open_answers + answers > ANSWERS_PER_CHOICE * self.choices:
             raise Overloaded(FULL)
         self._reserved += choices
@@ -142,7 +138,7 @@ class AdmissionControl:
 
 @dataclass(eq=False)
 class AdmissionTicket:
-    """What one request holds. `turn`: lower ones go first."""
+    """What one request holds. Lower turns go first."""
 
     admission: AdmissionControl
     client: str
@@ -158,12 +154,12 @@ class AdmissionTicket:
 
     @property
     def waits(self) -> bool:
-        """Whether its prompt has yet to be computed."""
+        """Whether its prompt is still to be computed."""
         return self._reserved > 0 or any(clock.scheduled is None for clock in self._clocks)
 
     @property
     def may_give_way(self) -> bool:
-        """The engine has it, and has begun with no choice of it."""
+        """Whether the engine has it and has started no choice of it."""
         return self._refuse is not None and all(clock.scheduled is None for clock in self._clocks)
 
     def note_begun(self) -> None:
@@ -173,8 +169,7 @@ class AdmissionTicket:
         self._begun = begun
 
     def settle(self, choices: int, tokens: int, media: int = 0) -> None:
-        """What it costs, once: `tokens` of prompts and bytes of `media`, all choices together. Overloaded: it does not fit, and
-        nothing is taken."""
+        """Take the cost of all choices, once. Overloaded takes nothing."""
         assert not self._reserved, "it has been settled"
         if refusal := self.admission._refusal(choices, tokens, media):
             raise Overloaded(refusal)
@@ -185,14 +180,14 @@ class AdmissionTicket:
         self.admission._queue(self)
 
     def submitted(self, clocks: Sequence[Clock], refuse: Callable[[], None]) -> None:
-        """The engine has its choices now, and counts them. `refuse` has it give way."""
+        """Hand the count of its choices to the engine."""
         self._clocks = clocks
         self._refuse = refuse
         self.admission._claim(-self._reserved, 0)
         self._reserved = 0
 
     def give_way(self) -> None:
-        """Have the engine refuse it, for another client's."""
+        """Refuse it in favour of another client."""
         refuse, self._refuse = self._refuse, None
         assert refuse is not None
         refuse()

@@ -1,13 +1,11 @@
 """One answer over HTTP: whole, or as server-sent events.
 
-    submit -> first delta -> headers + first chunk at once -> what has piled up, one chunk at a time -> finish, usage, [DONE]
+    submit -> first delta -> headers + first chunk -> all that has accumulated, one chunk at a time -> finish, usage, [DONE]
 
-Headers wait for the engine's first word, so that a refusal is a plain 4xx. After them a stream ends in exactly one of three ways:
-finish chunks and `[DONE]`; one error event; or, when the client has gone, nothing. No timer ever holds a token back: while a
-write waits for the client, tokens pile up in the engine client's stream and leave as one chunk. With `limits.comment_s` a stream
-that stays silent for so long sends its headers, if it has not, and a comment line, so that no proxy takes it for dead. A refusal
-after that is an error event. A step's tokens become events of all streams before the first is written (DeltaReader), so that the
-ingress wakes up once a step and not once a stream.
+Headers wait for the engine's first output, so a refusal is a plain 4xx (with `limits.comment_s`,
+perhaps an error event). A stream ends with `[DONE]`, an error event, or nothing if the client left.
+Tokens accumulate only while a write waits. All streams' events of a step are made before the first
+is written (DeltaReader), so the ingress wakes up once a step.
 """
 
 import asyncio
@@ -44,8 +42,6 @@ _SSE_HEADERS = [
 
 
 class CompletionResponse(Response):
-    """Submits `job` when it is called as an ASGI app, and answers in `form`."""
-
     def __init__(self, service: Service, job: Job, form: ResponseFormat, *, stream: bool) -> None:
         super().__init__(media_type=form.media_type)
         self._service = service
@@ -110,7 +106,7 @@ class CompletionResponse(Response):
                 timer.cancel()
 
     def _submit(self) -> None:
-        """All choices, which the engine counts from here on."""
+        """Submit all choices."""
         for choice in range(len(self._job.params)):
             generation = Generation(self._service.engine, self._service.text, self._job, choice)
             self._generations.append(generation)
@@ -120,13 +116,12 @@ class CompletionResponse(Response):
             self._record.ticket.submitted(self._record.clocks, partial(self._refuse, "has given way to other clients'"))
 
     def _refuse(self, why: str) -> None:
-        """It need not wait any longer; one that has begun goes on."""
         if all(clock.scheduled is None for clock in self._record.clocks):
             self._late = Overloaded(f"The request {why}; please try again shortly.")
             self._abort(AbortReason.queue_timeout)
 
     async def _whole(self, send: Send) -> None:
-        """Collect, then reply; nothing when some choice has no end."""
+        """Sends nothing if some choice has no end."""
         reader: DeltaReader[Deltas] = DeltaReader(self._generations, iter)
         while not reader.has_ended:
             for index, delta in await reader.next():
@@ -141,7 +136,7 @@ class CompletionResponse(Response):
         await send({"type": "http.response.body", "body": reply.body})
 
     async def _stream(self, send: Send) -> None:
-        """Event by event; without an end when some choice has none."""
+        """Sends no end if some choice has none."""
         self._send_more = server_send() or self._record.send
         reader = DeltaReader(self._generations, self._events, self._put)
         comments = asyncio.ensure_future(self._comment(send))
@@ -158,7 +153,6 @@ class CompletionResponse(Response):
             comments.cancel()
 
     async def _comment(self, send: Send) -> None:
-        """Write a comment whenever nothing was written for `comment_s`, while the answer goes on."""
         if not (pause_s := self._limits.comment_s):
             return
         while True:
@@ -172,7 +166,7 @@ class CompletionResponse(Response):
             self._is_silent = True
 
     def _put(self, made: Events) -> Events | None:
-        """Write a chunk in the midst of the answer at once, outside of the answer's task; what is left to do for that."""
+        """Write a chunk now, outside the answer's task; return what remains to be awaited."""
         events, rest = made
         if rest is not None or self._is_complete or not self._started:
             return made
@@ -182,7 +176,7 @@ class CompletionResponse(Response):
         return None if self._unsent is None else (b"", None)
 
     def _events(self, deltas: Deltas) -> Events:
-        """What the client reads of them, up to _PIECE_BYTES or a delta more, which takes some milliseconds; and the rest."""
+        """Up to _PIECE_BYTES of events (some milliseconds of work), and the rest."""
         events = b""
         for index, delta in deltas:
             events += b"" if self._begun else self._format.begin(structs.replace(self._usage(), reasoning=0))
@@ -205,7 +199,7 @@ class CompletionResponse(Response):
         return len(self._record.finishes) == len(self._job.params)
 
     def _usage(self) -> Usage:
-        """All choices together. What one of them computed of its prompt was not cached, though the others found it then."""
+        """Usage of all choices. A prompt token counts as cached only if no choice computed it."""
         cached = [generation.cached for generation in self._generations]
         per_prompt = self._job.choices_each
         cached_tokens = sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt))
@@ -214,7 +208,7 @@ class CompletionResponse(Response):
         return Usage(self._job.prompt_tokens, self._tokens, cached_tokens, reasoning, self._media_tokens, accepted, rejected)
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
-        """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""
+        """Write one chunk, bypassing middleware; the first brings the headers."""
         unsent, self._unsent = self._unsent, None
         self._is_silent = False
         timeout_s = self._limits.write_timeout_s
@@ -233,8 +227,7 @@ class CompletionResponse(Response):
             raise SlowReader(f"the client took nothing for {timeout_s:g} s") from error
 
     async def _fail(self, error: QuartetError, send: Send) -> None:
-        """Before the headers an error is its own reply (Starlette's handler writes it); after them, the stream's last event, unless
-        the client takes nothing."""
+        """Its own reply before the headers, the last event after them, nothing to a stuck client."""
         self._record.error = error
         if not self._started:
             raise error
@@ -253,6 +246,5 @@ def _in_lines(events: bytes) -> bytes:
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Returns when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,11 +1,7 @@
-"""The form that a request demands of its answer, in every API's spelling, as rules of engine.front.grammar.
+"""The form that a request demands of its answer, as rules of engine.front.grammar.
 
-    response_format                                 {"type": "json_object" | "json_schema" | "structural_tag" | "text"}
-    structured_outputs                              {"json" | "json_object" | "regex" | "choice" | "grammar" | ...: ...}
-    guided_json  guided_regex  guided_choice  guided_grammar
-    json_schema  regex  ebnf  structural_tag        SGLang's: a schema or tag as JSON in a string, too
-
-Only one of them at a time. What of a form cannot be kept is refused, never left out.
+Only one of these keys may be given, and a form that cannot be enforced is refused: response_format,
+structured_outputs, guided_*, and SGLang's json_schema, regex, ebnf, structural_tag.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,14 +29,13 @@ class _Structure(FrozenStruct):
 
 
 class _StructuralTag(FrozenStruct):
-    """vLLM's and SGLang's, of the kind that has triggers."""
+    """The kind of vLLM and SGLang that has triggers."""
 
     structures: list[_Structure]
     triggers: list[str]
 
 
 def form_of(values: Mapping[str, Json]) -> LazyForm | None:
-    """Return the form that stands under one of the client's keys; None: under each is nothing."""
     given = {key: raw for key, value in values.items() if (raw := not_null(value)) is not None}
     return partial(_only_form, given) if given else None
 
@@ -53,7 +48,7 @@ def _only_form(given: Mapping[str, Raw]) -> AnswerForm | None:
 
 
 def _rules(raw: Raw, key: str) -> str | None:
-    """Return what stands under `key` as rules; None: it demands nothing. InvalidRequest names the key."""
+    """None if it demands nothing. InvalidRequest names the key."""
     value = read_small(raw, key, ANYTHING, _MAX_BYTES)
     try:
         return KEYS.get(key, _response_format)(value)
@@ -64,7 +59,8 @@ def _rules(raw: Raw, key: str) -> str | None:
 
 
 def _response_format(value: Any) -> str | None:
-    """A schema stands under `json_schema`, or in other APIs, and beside `json_object` (llama.cpp's), one level higher."""
+    """Some APIs, and llama.cpp with `json_object`, put the schema one level higher than
+    `json_schema`."""
     match value:
         case {"type": "text"}:
             return None
@@ -84,7 +80,7 @@ def _response_format(value: Any) -> str | None:
 
 
 def _structured_outputs(value: Any) -> str | None:
-    """vLLM's: one form, and options, of which the one that would change the answer is refused."""
+    """vLLM's key: one form and options. An option that would change the answer is refused."""
     if not isinstance(value, dict):
         raise InvalidRequest("must be an object")
     if value.get("whitespace_pattern"):
@@ -98,7 +94,7 @@ def _structured_outputs(value: Any) -> str | None:
 
 
 def _nested(value: Any) -> Any:
-    """JSON, which may come in a string."""
+    """JSON, or JSON in a string."""
     if not isinstance(value, str):
         return value
     try:
@@ -133,7 +129,6 @@ def _choice(value: Any) -> str:
 
 
 def _tag(value: Any) -> str:
-    """Each structure belongs to the trigger that it begins with."""
     try:
         tag = msgspec.convert(_nested(value), _StructuralTag)
     except msgspec.ValidationError as error:

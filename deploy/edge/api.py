@@ -1,7 +1,4 @@
-"""What is known of a path before its request is read, and of an API: who reads its body, and the format of its answer.
-
-What every API wants of the engine is an Ask. So all are validated, admitted, limited and submitted alike.
-"""
+"""What is known of a path before its request is read."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
@@ -20,10 +17,8 @@ Right = Literal["open", "generate", "tokenize", "models", "docs", "adapters", "a
 
 
 class HttpEndpoint(FrozenStruct, kw_only=True):
-    """A path, the right that an API key needs for it, and the shape of its errors.
-
-    `operation`: OpenTelemetry's gen_ai.operation.name, of those that generate.
-    """
+    """A path, its right and the shape of its errors. `operation`: OpenTelemetry's
+    gen_ai.operation.name."""
 
     path: str
     right: Right
@@ -32,11 +27,8 @@ class HttpEndpoint(FrozenStruct, kw_only=True):
 
 
 class GenerationApi(HttpEndpoint, kw_only=True):
-    """A route that generates. `reader` takes a body to a request, whose `ask()` is what it wants of the engine, and `format` makes
-    the format of its answer. All raise InvalidRequest.
-
-    `parts`: for the API's document, types that its raw JSON refers to. `media_type`: the body's.
-    """
+    """A route that generates. `reader` makes a request with `ask()`, `format` the format of its
+    answer. All raise InvalidRequest."""
 
     right: Right = "generate"
     reader: BodyReader[Any] | FormReader[Any]
@@ -46,11 +38,8 @@ class GenerationApi(HttpEndpoint, kw_only=True):
 
 
 class TokenApi(HttpEndpoint, kw_only=True):
-    """A route that answers from the tokenizer alone. `reader` takes a body to a request that has a `model`, and `answer` that
-    request and its client's name to what goes out as JSON.
-
-    Both raise InvalidRequest.
-    """
+    """A route that needs only the tokenizer. `answer` maps a request and its client's name to JSON.
+    InvalidRequest."""
 
     right: Right = "tokenize"
     reader: BodyReader[Any]

@@ -1,4 +1,4 @@
-"""Every path that is served, with what the guards, the access log and the traces have to know of it."""
+"""Every path that is served."""
 
 import re
 from collections.abc import Mapping
@@ -34,11 +34,10 @@ ENDPOINTS: dict[str, HttpEndpoint] = {endpoint.path: endpoint for endpoint in _A
 
 
 def endpoint_of(scope: Scope) -> HttpEndpoint:
-    """What is served at a request's path below http_options.root_path, which uvicorn puts in front, or UNKNOWN."""
+    """The endpoint of a request's path, or UNKNOWN. uvicorn prepends http_options.root_path."""
     path: str = _PREFIX.sub("", scope["path"].removeprefix(scope.get("root_path", "")))
     return ENDPOINTS.get(_MODEL if path.startswith("/v1/models/") else path, UNKNOWN)
 
 
 def error_shape_of(scope: Scope) -> ErrorShape:
-    """Return the shape of the API that a request's path is of or lies below, whatever stands before it; OpenAI's for any other."""
     return next((api.error for api in GENERATION_APIS if f"{api.path}/" in f"{scope['path']}/"), OPENAI_ERROR)

@@ -1,4 +1,4 @@
-"""What a client asks for, in the words of no API: every API builds an Ask, and JobBuilder and Service read nothing else."""
+"""A client's request in the words of no API. JobBuilder and Service read nothing else."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +13,11 @@ from engine.protocol import FrozenStruct, JsonObject, MediaKind
 
 
 class Text(FrozenStruct):
-    """A content part that is text."""
-
     text: str
 
 
 class Media(FrozenStruct):
-    """A content part of another kind. `url`: data: or http(s). `budget`: soft tokens of an image at most; None: as few as do not
-    shrink it."""
+    """`budget`: most soft tokens of an image; None: as needed."""
 
     kind: MediaKind
     url: str
@@ -28,7 +25,6 @@ class Media(FrozenStruct):
 
     @property
     def is_remote(self) -> bool:
-        """Whether it has to be fetched."""
         return self.url[:5].lower() != "data:"
 
 
@@ -36,20 +32,20 @@ Part = Text | Media  # what a content may consist of; each API has one function 
 
 
 class PastCall(FrozenStruct):
-    """A call in the history. `arguments`: a JSON value, or JSON as text, whose numbers are rendered as they are written."""
+    """A call in the history. JSON text keeps its numbers as written."""
 
     name: str
     arguments: Any
     id: str | None
 
     def plain(self) -> JsonObject:
-        """Return the call as chat templates take it."""
+        """The call as chat templates take it."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn. `call_id`: of the call whose result it is, which stands at the client's `call_path`."""
+    """One turn. `call_id`: the call that it answers; `call_path`: the client's path of that call."""
 
     role: str
     content: str | Sequence[Part] | None
@@ -60,7 +56,6 @@ class ChatMessage:
     call_path: str = field(default="", compare=False)
 
     def plain(self) -> JsonObject:
-        """Return the turn as chat templates take it, without what is not said."""
         content: Any = self.content
         if not isinstance(content, str | None):
             content = [{"type": "text", "text": part.text} if isinstance(part, Text) else {"type": part.kind} for part in content]
@@ -76,12 +71,10 @@ class ChatMessage:
 
 
 class ChatPrompt(FrozenStruct):
-    """A conversation; InvalidRequest: a tool's result is of no call before it.
+    """A conversation. InvalidRequest if a tool result has no earlier call.
 
-    `tools` are declared as chat templates take them; `thinks` None: as the server's default.
-    `thought_tokens`: the most that its thoughts may have; `switches`: the template's own;
-    `max_soft_tokens`: of each image, whatever its part says.
-    `tool_paths`: the client's, of each tool and of its schema, where they are not a chat's.
+    `max_soft_tokens` overrides the budget of each image. `tool_paths`: the client's, where they
+    differ from a chat's.
     """
 
     messages: Sequence[ChatMessage]
@@ -104,13 +97,12 @@ class ChatPrompt(FrozenStruct):
 
     @property
     def media(self) -> list[Media]:
-        """The parts that are no text, in order."""
         contents = [message.content for message in self.messages if not isinstance(message.content, str | None)]
         return [part for content in contents for part in content if isinstance(part, Media)]
 
 
 def _with_results_in_order(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
-    """Yields the messages, results in the order of the calls before them: templates tell them apart by nothing else."""
+    """Order results like the calls before them: templates match them by position only."""
     order: dict[str | None, int] = {}
     for is_result, run in groupby(messages, lambda message: message.role == "tool"):
         turns = list(run)
@@ -119,8 +111,8 @@ def _with_results_in_order(messages: Sequence[ChatMessage]) -> Iterator[ChatMess
 
 
 def without_empty_turns(messages: Sequence[ChatMessage], key: str) -> list[ChatMessage]:
-    """Leaves out turns of the assistant of which nothing would show: no text, no call, at most a thought that another turn follows.
-    InvalidRequest: the `key` has no other."""
+    """Leave out assistant turns that would render nothing. InvalidRequest if `key` has no other
+    turn."""
     shown = [
         message
         for message in messages
@@ -132,17 +124,15 @@ def without_empty_turns(messages: Sequence[ChatMessage], key: str) -> list[ChatM
 
 
 class RawPrompts(FrozenStruct):
-    """Texts, or lists of token ids. `echo`: each answer begins with its prompt, and is nothing else where max_tokens is 0."""
+    """Texts or lists of token ids. With `echo` an answer begins with its prompt."""
 
     sources: Sequence[str | list[int]]
     echo: bool = False
 
 
 class Sampling(FrozenStruct, kw_only=True):
-    """How tokens are chosen, and when they end. None: as the checkpoint or the server has it; of `allowed_ids`: all are.
-
-    `speculative`: drafts may be used, if there is a drafter; they change no token.
-    """
+    """None: the checkpoint's or the server's default. `speculative` allows drafts, which change no
+    token."""
 
     n: int = 1
     max_tokens: int | None = None
@@ -166,8 +156,6 @@ class Sampling(FrozenStruct, kw_only=True):
 
 
 class AnswerForm(FrozenStruct):
-    """`rules`: as engine.front.grammar makes them; `key`: the client's name for what demands them."""
-
     rules: str
     key: str
 
@@ -176,11 +164,8 @@ LazyForm = Callable[[], AnswerForm | None]  # takes a while; InvalidRequest name
 
 
 class Ask(FrozenStruct, kw_only=True):
-    """One request. `model`: None: whichever is served; `form`: what its answer must look like.
-
-    `logprobs` and `prompt_logprobs`: alternatives of each token, None: no logprobs. Only asks of one `salt` share cached prefixes.
-    `prompt_key`: the client's name for what may turn out to be wrong when the job is made.
-    """
+    """One request. `logprobs`, `prompt_logprobs`: alternatives a token, or None. `prompt_key`:
+    named in later errors."""
 
     prompt: ChatPrompt | RawPrompts
     model: str | None = None

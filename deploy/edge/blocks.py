@@ -1,4 +1,4 @@
-"""Formats that stream a reply's blocks (engine.front.generation.ReplyBlock), as the APIs of agents do, each from begin to end."""
+"""Formats that stream a reply block by block, as the APIs for agents do."""
 
 import abc
 from collections.abc import Iterable
@@ -13,22 +13,21 @@ encode = msgspec.json.encode
 
 
 class BlockFormat(OneChoice, abc.ABC):
-    """A format of answers with one choice, whose stream opens a block, adds to it and closes it before the next."""
+    """A format with one choice, whose stream has one open block at a time."""
 
     @abc.abstractmethod
     def opened(self, block: ReplyBlock) -> bytes:
-        """The events by which a block begins."""
+        ...
 
     @abc.abstractmethod
     def grown(self, block: ReplyBlock, text: str) -> bytes:
-        """The event of more of it."""
+        ...
 
     @abc.abstractmethod
     def closed(self, block: ReplyBlock) -> bytes:
-        """The events of its end."""
+        ...
 
     def events(self, index: int, delta: Delta) -> bytes:  # noqa: ARG002 - there is one choice
-        """What a delta adds to the stream."""
         return b"".join(self._events(delta))
 
     def _events(self, delta: Delta) -> Iterable[bytes]:
@@ -48,5 +47,5 @@ class BlockFormat(OneChoice, abc.ABC):
 
 
 def event(kind: str, **fields: object) -> bytes:
-    """A server-sent event of that name, whose data says it once more."""
+    """A named server-sent event, whose data repeats the name."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))

@@ -1,8 +1,5 @@
-"""Reads JSON as a type's keys, and refuses keys that other servers know and that have no function here.
-
-Such a key is refused unless it asks for what is done anyway: one that changes the answer elsewhere is never left out silently.
-A key that nobody knows is ignored, as clients expect.
-"""
+"""Reads JSON as a type. Refuses keys of other servers unless their value asks for what is done
+anyway; ignores unknown keys."""
 
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
@@ -13,7 +10,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from deploy.edge.raw_json import ANYTHING, Json, decode
 from engine.errors import InvalidRequest
 
-AbsentKeys = Mapping[str, tuple[Any, ...]]  # to the values that ask for nothing, beside null
+AbsentKeys = Mapping[str, tuple[Any, ...]]  # to the values, in addition to null, that ask for nothing
 
 _NEUTRAL_BYTES = 256  # of a value that is looked at
 
@@ -31,7 +28,7 @@ class BodyReader(Generic[R]):
         self._decoder = msgspec.json.Decoder(made)
 
     def read(self, body: bytes | Raw) -> R:
-        """What it says. InvalidRequest names the first key that is wrong."""
+        """InvalidRequest names the first wrong key."""
         request = decode(body, "", self._decoder)
         for name, neutral in self._absent.items():
             if not _is_neutral(getattr(request, name), name, neutral):
@@ -40,13 +37,12 @@ class BodyReader(Generic[R]):
 
 
 def unsupported(name: str, allowed: str = "") -> InvalidRequest:
-    """What a known key without its function is answered with."""
     message = f"{name} is not supported here{allowed and f': only {allowed}'}"
     return InvalidRequest(message, param=name.partition(".")[0], code="unsupported_parameter")
 
 
 def _is_neutral(raw: Json, name: str, neutral: tuple[Any, ...]) -> bool:
-    """Whether it is absent, null or one of `neutral`, none of which is long; true and 1 are not the same."""
+    """True and 1 differ."""
     if isinstance(raw, UnsetType):
         return True
     value = decode(raw, name, ANYTHING) if len(memoryview(raw)) <= _NEUTRAL_BYTES else ...

@@ -1,4 +1,4 @@
-"""What several APIs' requests have in common: bounds, stop strings, content parts, and functions as chat templates take them."""
+"""Keys that several APIs share: bounds, stop strings, content parts and functions."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
@@ -22,14 +22,10 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # 
 
 
 class TextForm(FrozenStruct):
-    """`format`: of the text."""
-
     format: kt.RawObject = UNSET
 
 
 class CommonSamplingKeys(FrozenStruct):
-    """How tokens are chosen, and when they end."""
-
     temperature: kt.Temperature | None = None
     top_p: kt.Share = None
     top_k: kt.TopK = None
@@ -41,7 +37,7 @@ class CommonSamplingKeys(FrozenStruct):
     stop: ShortText | StopTexts | None = None
 
     def sampling(self, **changes: Any) -> Sampling:
-        """What is said by the names that Sampling has, but for raw JSON, with `changes`."""
+        """The keys that Sampling has too, with `changes`."""
         names = set(self.__struct_fields__).intersection(Sampling.__struct_fields__)
         given = {name: value for name in names if not isinstance(value := getattr(self, name), Raw | UnsetType | None)}
         if given.get("seed") == -1:  # SGLang's and llama.cpp's word for a random one
@@ -51,13 +47,12 @@ class CommonSamplingKeys(FrozenStruct):
 
 
 class ThinkingSwitch(FrozenStruct):
-    """Whether the model thinks first, in the words of Anthropic, DeepSeek and GLM: `type` is enabled, disabled or the like."""
+    """Whether the model thinks, in the form of Anthropic, DeepSeek and GLM."""
 
     type: kt.Kind | None = None
 
 
 def said_thinking(enabled: bool | None, switch: ThinkingSwitch | None, effort: Effort | None) -> bool | None:
-    """Whether the model is to think, by the first of three keys that says so; None: none does."""
     if enabled is not None:
         return enabled
     if switch is not None and switch.type is not None:
@@ -66,7 +61,7 @@ def said_thinking(enabled: bool | None, switch: ThinkingSwitch | None, effort: E
 
 
 def check_bounds(values: Iterable[Json | bytes], key: str, what: str) -> None:
-    """InvalidRequest: JSON of tools, `what` of `key`, is together too large, or has too many brackets to be decoded."""
+    """InvalidRequest if the JSON of tools is too large or has too many brackets."""
     texts = [bytes(value) for value in values if not isinstance(value, UnsetType)]
     if (size := sum(map(len, texts))) > TOOL_BYTES:
         raise invalid(key, f"{what} have {size} bytes, more than {TOOL_BYTES}")
@@ -75,7 +70,7 @@ def check_bounds(values: Iterable[Json | bytes], key: str, what: str) -> None:
 
 
 def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = ("text",)) -> Text:
-    """Return a content part of text. InvalidRequest: it is of no kind that is text, or has none."""
+    """A text part. InvalidRequest: wrong kind, or no text."""
     if kind not in kinds:
         raise invalid(where, f"parts of type {kind!r} are not supported here")
     if text is None:
@@ -84,23 +79,20 @@ def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = 
 
 
 def media_part(kind: MediaKind, url: str | None, where: str, budget: int | None = None) -> Media:
-    """Return a content part of another kind, an image of `budget` tokens. InvalidRequest: it has no URL that can be read."""
+    """A media part. InvalidRequest: no readable URL."""
     if url is None or url[:6].partition(":")[0].lower() not in ("data", "http", "https"):
         raise invalid(where, f"the {kind} needs its data, or a URL (data:, http: or https:); no files are kept here")
     return Media(kind, url, budget)
 
 
 def content_of(parts: list[Part]) -> str | list[Part]:
-    """The parts, as one text where they are nothing else."""
     texts = [part.text for part in parts if isinstance(part, Text)]
     return "".join(texts) if len(texts) == len(parts) else parts
 
 
 def declared_function(name: str | None, tool: Any, parameters: Json) -> JsonObject:
-    """Return a function as chat templates take it; what is wrong with it is found by engine.front.tools.
-
-    `tool`: it has a `description`, and whether it is `strict`.
-    """
+    """A function as chat templates take it. `tool` has `description` and `strict`;
+    engine.front.tools checks it."""
     schema = not_null(parameters)
     about = {
         "name": name,

@@ -1,4 +1,4 @@
-"""Settings of the edge: what one request may ask for, who may, what is logged of it, and where its spans go."""
+"""Settings of the edge: limits, keys, logs and traces."""
 
 import ipaddress
 from typing import Annotated, Literal
@@ -19,7 +19,8 @@ SoftTokens = Literal[70, 140, 280, 560, 1120]  # that an image may have
 
 
 class LimitSettings(FrozenStruct):
-    """What one request may ask for, and how much of all there may be at once; beyond it the answer is a 4xx before any work."""
+    """What one request may ask for, and how much of it may be open at once. Beyond it the answer is
+    a 4xx."""
 
     hosts: tuple[Host, ...] | None = None
     """accepted names of the Host header, without ports; none: loopback and the host of http_options if the launcher starts Serve,
@@ -27,7 +28,7 @@ class LimitSettings(FrozenStruct):
     cors_origins: tuple[Origin, ...] = ()
     """origins of web pages that may use the API, as https://page.example:8443; "*": all"""
     proxies: tuple[str, ...] = ()
-    """addresses or networks of proxies whose X-Forwarded-For names the client, beside those of loopback; with several nodes the
+    """addresses or networks of proxies whose X-Forwarded-For names the client, apart from those of loopback; with several nodes the
     nodes' own, where HAProxy runs"""
     body_bytes: Annotated[int, Meta(ge=1024)] = 32 << 20
     """bytes of a request's body; more get 413"""
@@ -68,7 +69,7 @@ class LimitSettings(FrozenStruct):
 
 
 class MediaSettings(FrozenStruct):
-    """Media of a request, and what is looked at of them; beyond it the answer is a 400 before anything is decoded."""
+    """Bounds of a request's media. Beyond them the answer is a 400 before anything is decoded."""
 
     max_media: Annotated[int, Meta(ge=0, le=1024)] = 32
     """images, videos and clips of a request"""
@@ -92,7 +93,8 @@ class MediaSettings(FrozenStruct):
 
 
 class KeySettings(FrozenStruct):
-    """Where the API keys are listed: `quartet key new` makes a line of them. With neither set, no request needs a key."""
+    """Where the API keys are listed; `quartet key new` makes a line. With neither set, no request
+    needs a key."""
 
     file: AbsolutePath | None = None
     """a file of keys' hashes, on every node with replicas; read again when it changes"""
@@ -105,7 +107,6 @@ class KeySettings(FrozenStruct):
 
     @property
     def needed(self) -> bool:
-        """Whether a request needs a key."""
         return bool(self.file or self.variable)
 
 
@@ -117,15 +118,15 @@ WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - addresses of all interfaces, compa
 
 
 def url_host(host: str) -> str:
-    """A name or an address as URLs and the Host header have it."""
     return f"[{host}]" if ":" in host else host
 
 
 def guard_limits(limits: LimitSettings, host: str, *, keys: bool = False) -> str:
-    """An application's limits, as JSON for the guard around Serve, at a server that listens on `host`.
+    """An application's limits as JSON for the guard around Serve, at a server that listens on
+    `host`.
 
-    Where they do not say by which names it is known, it is by those of loopback and by `host`; by any at a wildcard address, and
-    where requests need `keys`, which no page of another site has.
+    Without `hosts` it answers to `host` and loopback. At a wildcard address, or with `keys`, which
+    no other site's page has, it answers to any name.
     """
     if limits.hosts is None and not keys and host not in WILDCARDS:
         limits = msgspec.structs.replace(limits, hosts=(*LOOPBACK_NAMES, url_host(host)))
@@ -133,9 +134,9 @@ def guard_limits(limits: LimitSettings, host: str, *, keys: bool = False) -> str
 
 
 class LogSettings(FrozenStruct):
-    """What a replica writes to Ray Serve's own log file of it (logs/serve/replica_*.log of Ray's session).
+    """What a replica writes to its own log file of Ray Serve (logs/serve/replica_*.log).
 
-    Serve's own `logging_config` in the YAML stays in force while format is text and no folder is set.
+    Serve's `logging_config` stays in force while format is text and no folder is set.
     """
 
     format: Literal["text", "json"] = "text"
@@ -149,7 +150,7 @@ class LogSettings(FrozenStruct):
 
 
 class TracingSettings(FrozenStruct):
-    """OpenTelemetry spans of each request. Without an endpoint nothing is imported, and nothing costs."""
+    """OpenTelemetry spans of each request. Without an endpoint nothing is imported."""
 
     endpoint: Annotated[str, Meta(pattern=r"^https?://[^\s/]+(/\S*)?$")] | None = None
     """OTLP over HTTP, whole: http://host:4318/v1/traces; keys by OTEL_EXPORTER_OTLP_HEADERS, not from here; bounds by

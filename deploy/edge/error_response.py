@@ -1,8 +1,4 @@
-"""An error as a reply, in the shape of the API that was asked.
-
-Messages are cut: a reply is never larger than 2 kB. Every reply that no access log stands around (a refusal before Ray Serve saw
-the request) brings its own request id and log line.
-"""
+"""An error as a reply, in the shape of its API, at most 2 kB."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -23,15 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class ErrorShape(FrozenStruct):
-    """How an API writes an error. `name`: of its schema in the API's document; `write`: from status, message, param and code, with
-    the same keys each time or more; `id_headers`: by which its clients find a request's id on any reply."""
+    """How an API writes an error."""
 
-    name: str
+    name: str  # of its schema in the API's document
+    # from status, message, param and code; always at least the same keys
     write: Callable[[int, str, str | None, str | None], JsonObject]
-    id_headers: tuple[bytes, ...] = (b"x-request-id",)
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)  # in which its clients look for a request's id
 
     def body(self, error: QuartetError) -> JsonObject:
-        """The error, as a reply's body or as a stream's last event."""
         param = error.param if isinstance(error, InvalidRequest) else None
         return self.write(status_of(error).status, message_of(error), param, code_of(error))
 
@@ -45,17 +40,13 @@ OPENAI_ERROR = ErrorShape("Error", _openai_body)
 
 
 class JsonResponse(Response):
-    """A JSON reply."""
-
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """As msgspec writes it."""
         return msgspec.json.encode(content)
 
 
 def refusal(error: QuartetError, shape: ErrorShape) -> JsonResponse:
-    """An error as a reply."""
     status = status_of(error)
     headers = dict(status.headers)
     if isinstance(error, Overloaded):
@@ -64,7 +55,7 @@ def refusal(error: QuartetError, shape: ErrorShape) -> JsonResponse:
 
 
 async def refuse(error: QuartetError, shape: ErrorShape, scope: Scope, receive: Receive, send: Send) -> None:
-    """Reply, and leave the error with the request's record; without one, with an id and a line in the log."""
+    """Reply, and note the error in the request's record; without a record, log it with a new id."""
     ids = []
     if RECORD in scope:
         scope[RECORD].error = error
@@ -83,18 +74,16 @@ async def refuse(error: QuartetError, shape: ErrorShape, scope: Scope, receive: 
 def plain_error(
     shape: ErrorShape, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An error that no exception of ours stands for: unknown path, wrong method, a bug."""
+    """An error without an exception of ours: unknown path, wrong method, a bug."""
     return JsonResponse(shape.write(status, _cut(message), None, code), status, headers)
 
 
 def message_of(error: QuartetError) -> str:
-    """The message for the client. Which process died is for the log, not for the client."""
     if isinstance(error, EngineDead):
         return "The engine was lost and is being restarted, or is starting or stopping. Please try again."
     return _cut(str(error))
 
 
 def _cut(message: str) -> str:
-    """At most MAX_MESSAGE characters that any JSON reader takes."""
     clean = message.encode("utf-8", "replace").decode()
     return clean if len(clean) <= MAX_MESSAGE else clean[: MAX_MESSAGE - 1] + "…"

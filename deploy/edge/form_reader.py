@@ -1,4 +1,4 @@
-"""Reads multipart/form-data as a type's keys: a form is small but for its file, which becomes base64 as JSON would have it."""
+"""Reads multipart/form-data as a type. The file becomes base64, as JSON would have it."""
 
 import base64
 import re
@@ -25,7 +25,7 @@ R = TypeVar("R", bound=Struct)
 
 
 class FormReader(Generic[R]):
-    """Reads a `kind`, whose key `file` is the file; `absent` keys, with "[]" or without, have no function here."""
+    """`file` is the file. `absent` keys, with "[]" or without, are refused."""
 
     def __init__(self, kind: type[R], absent: Collection[str]) -> None:
         self.kind = kind
@@ -34,7 +34,7 @@ class FormReader(Generic[R]):
         self._decoder = msgspec.json.Decoder(kind, strict=False)
 
     def read(self, body: bytes) -> R:
-        """What the form says. InvalidRequest names the first key that is wrong."""
+        """InvalidRequest names the first wrong key."""
         values = {}
         for name, value in _fields(body).items():
             if name.removesuffix("[]") in self._absent:
@@ -46,7 +46,7 @@ class FormReader(Generic[R]):
 
 
 def _fields(body: bytes) -> dict[str, bytes]:
-    """Contents by name. InvalidRequest: it is no form, or cut, or has too many fields."""
+    """InvalidRequest: not a form, cut, or too many fields."""
     boundary = _BOUNDARY.search(body[:_TEXT_BYTES])  # a search keeps the interpreter's lock
     if boundary is None:
         raise InvalidRequest(f"the body is no {MEDIA_TYPE}")

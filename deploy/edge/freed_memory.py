@@ -1,8 +1,7 @@
-"""Gives memory back to the kernel after a burst of large bodies.
+"""Returns memory to the kernel after a burst of large bodies.
 
-glibc maps large blocks apart from the heap. When such a block is freed it raises the size from which it does so, up to 32 MiB.
-Later bodies then lie on the heap, where one small block above them keeps all of it. A fixed size keeps bodies apart from the heap,
-and the pieces that they arrive in.
+glibc raises its threshold for mapped blocks to 32 MiB when one is freed. Later bodies then stay on
+the heap, where one small block above keeps all of it, unless the threshold is fixed.
 """
 
 import ctypes
@@ -12,6 +11,6 @@ _APART_BYTES = 1 << 16  # a piece of a body, as uvicorn reads it
 
 
 def keep_large_blocks_apart() -> None:
-    """Sets this for the process. OSError: the C library has no such setting."""
+    """Fix the threshold for this process. OSError: the C library lacks the setting."""
     if not ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _APART_BYTES):
         raise OSError("mallopt(M_MMAP_THRESHOLD)")

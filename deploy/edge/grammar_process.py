@@ -1,4 +1,4 @@
-"""`python -m deploy.edge.grammar_process FD FOLDER`: the side process that compiles grammars, with a checkpoint's vocabulary."""
+"""`python -m deploy.edge.grammar_process FD FOLDER`: the side process that compiles grammars."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ MEMORY_BYTES = 64 << 20
 
 
 def complaint(pool: SidePool, rules: str) -> str | None:
-    """What of a grammar cannot be kept; None: nothing. Blocks. Overloaded: there is no process."""
+    """Why a grammar cannot be kept, or None. Blocks. Overloaded: there is no process."""
     answer = pool.run(rules.encode())
     if answer is None:
         return f"compiling it takes more than {CPU_S} s of CPU, {MEMORY_BYTES >> 20} MiB or {CHECK_STACK_BYTES >> 20} MiB of stack"

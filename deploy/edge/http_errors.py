@@ -1,21 +1,7 @@
-"""Every error that has an HTTP status: those of the edge, and which status, type and code each class of the whole tree has.
+"""The edge's errors, and the HTTP status, type and code of every error class.
 
-    InvalidRequest (engine/errors.py)
-    |-- TooLarge            the body exceeds the limit                                          -> 413
-    |-- HeadersTooLarge     the headers exceed the limit                                        -> 431
-    |-- TooSlow             the body did not arrive in time                                     -> 408
-    |-- Unauthenticated     no API key, more than one, or none that is valid                    -> 401
-    |-- Forbidden           the API key's holder has not the right                              -> 403
-    |-- WrongMediaType      a POST whose body does not say that it is JSON, or is compressed    -> 415
-    `-- ForeignHost         a Host that this server is not known by                             -> 403
-    Overloaded
-    `-- QuotaExceeded       the API key's holder has used up a limit                            -> 429
-    GenerationFailed
-    `-- DeadlineExceeded    the request took longer than this server allows                     -> 504
-
-OpenAI's clients retry 408, 409, 429 and 5xx unless `x-should-retry: false`. So an overload says when to come back, a group that is
-being rebuilt says so too, and what would fail again says not to try.
-How an error looks is for error_response.py and anthropic/error_object.py.
+OpenAI's clients retry 408, 409, 429 and 5xx unless `x-should-retry: false`. Errors that would
+repeat say so; overload and a group being rebuilt name a time to retry.
 """
 
 from collections.abc import Mapping
@@ -27,43 +13,43 @@ RESTART_S = 5
 
 
 class TooLarge(InvalidRequest):
-    """The body exceeds the limit."""
+    pass
 
 
 class HeadersTooLarge(InvalidRequest):
-    """The headers exceed the limit."""
+    pass
 
 
 class TooSlow(InvalidRequest):
-    """The body did not arrive in time."""
+    pass
 
 
 class Unauthenticated(InvalidRequest):
-    """The request has no valid API key."""
+    pass
 
 
 class Forbidden(InvalidRequest):
-    """The API key's holder may not ask for this."""
+    pass
 
 
 class QuotaExceeded(Overloaded):
-    """The API key's holder has reached a limit; `retry_after_s` is when it is worth coming back."""
+    """`retry_after_s` is when a retry makes sense."""
 
 
 class WrongMediaType(InvalidRequest):
-    """The body does not say that it is JSON, or is compressed."""
+    pass
 
 
 class ForeignHost(InvalidRequest):
-    """The Host header names somebody else."""
+    pass
 
 
 class DeadlineExceeded(GenerationFailed):
-    """The request took longer than this server allows."""
+    pass
 
 
 class HttpStatus(FrozenStruct):
-    """How one class of the tree looks from outside."""
+    """The HTTP side of an error class."""
 
     status: int
     code: str | None = None
@@ -94,10 +80,8 @@ _TABLE: dict[type[QuartetError], HttpStatus] = {
 
 
 def status_of(error: QuartetError) -> HttpStatus:
-    """Return what the most derived class in the table has."""
     return next(_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE)
 
 
 def code_of(error: QuartetError) -> str | None:
-    """The error's own short code, or its class'."""
     return error.code if isinstance(error, InvalidRequest) and error.code else status_of(error).code

@@ -1,7 +1,7 @@
-"""What we change of the HTTP server in Serve's processes: a request for another protocol than ours is served, or refused, as HTTP.
+"""Changes uvicorn in Serve's processes for requests that ask for another protocol.
 
-`Upgrade: h2c` (Java's client sends it with every first request) is read past, as RFC 9110 has it: uvicorn over httptools loses the
-body. A WebSocket is refused with 426, by which Codex goes on over HTTP; Starlette would say 403.
+`Upgrade: h2c`, which Java's client sends first, is ignored (RFC 9110); uvicorn over httptools would
+lose the body. A WebSocket gets 426, after which Codex continues over HTTP.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ from deploy.edge.error_response import plain_error
 
 
 def install() -> None:
-    """Let servers that this process starts from now on read past an upgrade. uvicorn takes the name of a class from this table."""
+    """Make servers that this process starts use UpgradeIgnored. uvicorn reads the class name from
+    this table."""
     HTTP_PROTOCOLS["auto"] = f"{__name__}:{UpgradeIgnored.__name__}"
 
 
 class UpgradeIgnored(HttpToolsProtocol):
-    """uvicorn's protocol. httptools ends at the head of a request that asks for an upgrade. Its head without that goes to a new
-    parser, and so does what came after it."""
+    """httptools stops at a head that asks for an upgrade, so a new parser gets the head without it,
+    and what follows."""
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came."""
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
@@ -40,7 +40,7 @@ class UpgradeIgnored(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
 
     def _should_upgrade(self) -> bool:
-        """True: the parser that finds an upgrade begins no request, whichever protocol is asked for."""
+        """Always True: the parser that finds an upgrade must begin no request."""
         return True
 
     def _begin_again(self, rest: bytes) -> None:
@@ -52,12 +52,11 @@ class UpgradeIgnored(HttpToolsProtocol):
 
 @dataclass
 class WithoutWebSockets:
-    """Wraps an ASGI app: whoever asks for a WebSocket gets an error of its API."""
+    """Wraps an ASGI app. A WebSocket gets an error of its API."""
 
     app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on all but WebSockets."""
         if scope["type"] != "websocket":
             await self.app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""What a request is to the engine: its prompt's tokens, its sampling, the grammar of its reply, each within the limits."""
+"""Converts an Ask to the engine's job: prompt tokens, sampling and grammar, each within the limits."""
 
 import secrets
 from array import array
@@ -41,7 +41,7 @@ _MIX = 0x9E3779B97F4A7C15  # apart: neighbouring choices must not share noise
 
 @dataclass
 class JobBuilder:
-    """Makes jobs for one served model; `pool`: does what takes a while."""
+    """Makes jobs for one served model. `pool` runs slow work."""
 
     settings: ServiceSettings
     text: TextProcessor
@@ -58,7 +58,8 @@ class JobBuilder:
         return self.adapters.id_of(name)
 
     async def job(self, ask: Ask, client: str) -> Job:
-        """What goes to the engine; media and grammars in the client's turn. InvalidRequest, ModelNotFound, Overloaded."""
+        """The job. Media and grammars take the client's turn. InvalidRequest, ModelNotFound,
+        Overloaded."""
         adapter = self.check_model(ask.model)
         if isinstance(ask.prompt, ChatPrompt):
             job = await self._chat_job(ask, ask.prompt, client)
@@ -67,17 +68,17 @@ class JobBuilder:
         return replace(job, adapter=adapter, client=client)
 
     async def prompt(self, chat: ChatPrompt, client: str) -> list[int]:
-        """The token ids that a chat begins with; media in the client's turn. InvalidRequest, Overloaded."""
+        """Token ids of a chat. InvalidRequest, Overloaded."""
         media = await self.media_preparer.prepare(chat, "messages", self.settings, client)
         return await self.pool.run(lambda: self._render(chat, media, "messages", COUNTED_CONTEXTS * self.settings.max_len)[0])
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a raw prompt; takes a while. InvalidRequest: it is much longer than any that fits."""
+        """Token ids of a raw prompt. Slow. InvalidRequest if it is far too long."""
         self._check_size(len(text), "prompt")
         return self.text.encode(text, add_bos=add_special_tokens, most=COUNTED_CONTEXTS * self.settings.max_len)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of token ids, control tokens included; takes a while. InvalidRequest: one is none, or they are too many."""
+        """The text of token ids with control tokens. Slow. InvalidRequest: a bad id, or too many."""
         if len(tokens) > (most := COUNTED_CONTEXTS * self.settings.max_len):
             raise invalid("tokens", f"{len(tokens)} ids exceeds the limit of {most}")
         return self.text.decode(check_ids(tokens, self.settings.vocab, "tokens"), skip_special_tokens=False)
@@ -92,7 +93,7 @@ class JobBuilder:
         return _with(job, grammar=kept, thought=wants.thought_budget(self.text, self._markers, prompt))
 
     def _rendered(self, ask: Ask, chat: ChatPrompt, media: Sequence[Prepared]) -> tuple[Job, AnswerForm | None]:
-        """Without its grammar; takes a while."""
+        """The job without its grammar. Slow."""
         settings = self.settings
         prompt, tools = self._render(chat, media, ask.prompt_key, settings.max_len)
         if chat.choice.mode == "required":
@@ -109,7 +110,7 @@ class JobBuilder:
         return self.text.thinks_by_default if self.settings.thinking == "auto" else self.settings.thinking == "on"
 
     async def _grammar(self, wants: Constraints, make: GrammarMaker, param: str, client: str) -> Grammar | None:
-        """Return a reply's grammar; what only we want gives way. InvalidRequest: it cannot be kept; Overloaded: not now."""
+        """Rules that only the server wants are dropped first. InvalidRequest, Overloaded."""
         reply_grammar = await self.pool.run(lambda: make(wants))
         if reply_grammar is None:
             return None
@@ -134,7 +135,7 @@ class JobBuilder:
         return _with(job, grammar=Grammar(rules))
 
     def _tokenized(self, ask: Ask, raw: RawPrompts) -> tuple[Job, AnswerForm | None]:
-        """Without its grammar; takes a while."""
+        """The job without its grammar. Slow."""
         sampling = ask.sampling
         limit = COMPLETION_TOKENS if sampling.max_tokens is None else max(1, sampling.max_tokens)
         job = self._job(ask, [self._tokens(source, ask.prompt_key) for source in raw.sources], limit, scored=sampling.n)
@@ -145,7 +146,7 @@ class JobBuilder:
         return job, _form(ask)
 
     def _render(self, chat: ChatPrompt, media: Sequence[Prepared], key: str, most: int) -> tuple[list[int], Tools]:
-        """The prompt, of `most` tokens, and the tools that the reply may call. `key`: the client's, of the messages."""
+        """The prompt, of `most` tokens, and the callable tools. `key` names the messages in errors."""
         messages = [message.plain() for message in chat.messages]
         tools = Tools(chat.tools, chat.tool_paths)
         _check_choice(chat.choice, tools)
@@ -171,12 +172,12 @@ class JobBuilder:
         return self.text.encode(source, add_bos=True, most=self.settings.max_len)
 
     def _check_size(self, characters: int, param: str) -> None:
-        """What fits has fewer characters a token: more are not even rendered."""
         if characters > self.settings.max_len * CHARACTERS_A_TOKEN:
             raise too_long(f"at least {characters // CHARACTERS_A_TOKEN} tokens", self.settings.max_len, param)
 
     def _job(self, ask: Ask, prompts: list[list[int]], limit: int, *, scored: int, banned: Sequence[int] = ()) -> Job:
-        """`scored` choices of each prompt also give its logprobs, where they are asked for; `banned` ids may not come."""
+        """`scored` choices of each prompt also give its logprobs if asked; `banned` ids may not
+        come."""
         self._check_limits(ask, len(prompts))
         sampling = ask.sampling
         params = self._params(ask, limit, banned)
@@ -195,7 +196,7 @@ class JobBuilder:
         )
 
     def _choices(self, ask: Ask, prompt: list[int], params: SamplingParams, scored: int) -> list[SamplingParams]:
-        """Return the choices of one prompt, with the seeds that it has when it comes alone."""
+        """The choices of one prompt, with the seeds that it would have alone."""
         context = self.settings.max_len
         if len(prompt) + 1 > context:
             raise too_long(f"{len(prompt)} tokens", context, ask.prompt_key)
@@ -212,7 +213,6 @@ class JobBuilder:
         ]
 
     def _params(self, ask: Ask, limit: int, banned: Sequence[int]) -> SamplingParams:
-        """What the choices have in common, but for what a prompt leaves of `limit`."""
         sampling = ask.sampling
         defaults = self.settings.defaults
         eos = () if sampling.ignore_eos else self.text.eos_ids
@@ -249,14 +249,12 @@ def _form(ask: Ask) -> AnswerForm | None:
 
 
 def _check_end(ask: Ask, what: str) -> None:
-    """Raise where a request with `what`, whose answer ends when it is complete, asks for more."""
     for key, given in (("ignore_eos", ask.sampling.ignore_eos), ("min_tokens", ask.sampling.min_tokens)):
         if given:
             raise invalid(key, f"not with {what}")
 
 
 def _check_choice(choice: ToolChoice, tools: Tools) -> None:
-    """A choice of tools is one of those that are declared."""
     for name in choice.names or ():
         if not tools.declares(name):
             raise invalid("tool_choice", f"{name[:100]!r} is not declared in tools")
@@ -267,7 +265,6 @@ def _check_choice(choice: ToolChoice, tools: Tools) -> None:
 
 
 def too_long(size: str, max_len: int, param: str) -> InvalidRequest:
-    """The prompt leaves no room for a token."""
     most = f"This model's maximum context length is {max_len} tokens, of which one is to be generated."
     message = f"prompt is too long: {size} > {max_len - 1} maximum. {most}"  # agents compact a chat that is answered in these words
     return InvalidRequest(message, param=param, code="context_length_exceeded")
@@ -278,11 +275,12 @@ def _given(value: Any, default: Any) -> Any:
 
 
 def _seeds(seed: int | None, n: int) -> list[int]:
-    """A seed per choice in [0, 2**63): the request's own for the first, mixed for the others; random where none was given."""
+    """A seed for each choice in [0, 2**63): the given one first, mixed ones after; random without a
+    seed."""
     first = secrets.randbits(_SEED_BITS) if seed is None else seed
     return [(first ^ (_MIX * choice)) & (2**_SEED_BITS - 1) for choice in range(n)]
 
 
 def _with(job: Job, **changes: Any) -> Job:
-    """The same with changed parameters of every choice."""
+    """Change parameters of every choice."""
     return replace(job, params=tuple(msgspec.structs.replace(params, **changes) for params in job.params))

@@ -1,7 +1,6 @@
-"""Who may pass: by the request's API key and its path, before anything else of it is looked at.
+"""Checks the API key and its rights by path, before anything else of a request is read.
 
-Each endpoint has the right that it asks for, or is open to anybody; a path that is none asks for all rights. The path is the
-scope's, which is what the router will go by; what it does not know is refused to everybody without a key.
+The path is the scope's, as the router sees it. An unknown path needs all rights.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from engine.errors import QuartetError
 
 
 async def check_key(ring: KeyRing, scope: Scope, proxies: Sequence[str]) -> str:
-    """Whose the request is, which is noted and counted. Unauthenticated, Forbidden, QuotaExceeded: it may not pass."""
+    """Note and count whose request it is. Unauthenticated, Forbidden, QuotaExceeded."""
     record = record_of(scope)
     if (key := await _identify(ring, scope)) is not None:
         record.key = key.name
@@ -30,7 +29,7 @@ async def check_key(ring: KeyRing, scope: Scope, proxies: Sequence[str]) -> str:
 
 
 async def sender(ring: KeyRing, scope: Scope, proxies: Sequence[str]) -> str | None:
-    """Whose the request is; None: `check_key` will refuse it, so that its body is not worth reading."""
+    """Whose request it is; None if `check_key` will refuse it, so that its body need not be read."""
     try:
         key = await _identify(ring, scope)
         if key is not None:
@@ -41,7 +40,6 @@ async def sender(ring: KeyRing, scope: Scope, proxies: Sequence[str]) -> str | N
 
 
 async def _identify(ring: KeyRing, scope: Scope) -> ApiKey | None:
-    """Whose request it is; None: nobody's, on an open path. Unauthenticated."""
     await ring.refresh()
     given = credentials(scope["headers"])
     key = ring.find(given[0]) if len(given) == 1 and given[0] else None
@@ -51,7 +49,7 @@ async def _identify(ring: KeyRing, scope: Scope) -> ApiKey | None:
 
 
 def credentials(headers: Headers) -> list[bytes]:
-    """The different keys that a request presents; an Authorization header that holds none counts as an empty one."""
+    """The different keys of a request. An Authorization header without one counts as an empty key."""
     presented = [value.strip() for value in values_of(headers, b"x-api-key")]
     for value in values_of(headers, b"authorization"):
         scheme, _, token = value.strip().partition(b" ")
@@ -60,7 +58,6 @@ def credentials(headers: Headers) -> list[bytes]:
 
 
 def check_right(key: ApiKey, scope: Scope) -> None:
-    """Forbidden: the holder may not ask for the request's path."""
     endpoint = endpoint_of(scope)
     if endpoint.right == "all":
         if not key.rights.issuperset(RIGHTS):
@@ -70,7 +67,6 @@ def check_right(key: ApiKey, scope: Scope) -> None:
 
 
 def _is_open(scope: Scope) -> bool:
-    """Whether the path answers anybody."""
     return endpoint_of(scope).right == "open"
 
 

@@ -1,4 +1,4 @@
-"""Types of what JSON holds: a request's short texts and bounded numbers, and raw JSON with what the API's document says of it."""
+"""Types of JSON values: short texts, bounded numbers, and raw JSON."""
 
 from typing import Annotated
 
@@ -8,12 +8,10 @@ from engine.protocol import MAX_ALTERNATIVES, JsonObject
 
 
 def array(items: JsonObject, **bounds: int) -> JsonObject:
-    """The schema of an array; `bounds`: minItems, maxItems."""
     return {"type": "array", "items": items, **bounds}
 
 
 def component(kind: str) -> JsonObject:
-    """A reference to the schema of that type."""
     return {"$ref": f"#/components/schemas/{kind}"}
 
 
@@ -42,12 +40,10 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 
 
 def shown_as(*shapes: JsonObject) -> Meta:
-    """How a key that stays raw JSON shows in the API's document."""
     return Meta(extra_json_schema={"anyOf": [*shapes, {"type": "null"}]})
 
 
 def one_of(*values: str) -> Meta:
-    """How a text shows that may only be one of `values`, which is checked where it is used."""
     return Meta(max_length=64, extra_json_schema={"enum": values})
 
 

@@ -1,14 +1,9 @@
-"""What is refused before anybody reads it: a pure ASGI middleware, around our app and, by `outermost`, around Ray Serve's own.
+"""ASGI middleware that refuses requests before they are read: around our app and, by `outermost`,
+around Serve.
 
-    headers too large            431        no Host, an odd one, or two       400        a Host that is not ours     403
-    body too large               413, by Content-Length, or when the bytes exceed it     a compressed body           415
-    body that does not come      408        too many requests, or bodies, at once       429
-    no valid API key             401        a key without the right           403        a holder's quota            429
-
-A body is read here, whole, before anybody else hears of its request (uploads.py): whoever sends slowly holds nothing else. Headers
-by which a client would steer Ray Serve's own deadlines and routing are taken out. Where Serve lets it, this stands around Serve as
-well: Serve reads those headers, and gives a request a place, before it calls an app. Where there are API keys, that guard reads no
-body of whoever the application will refuse.
+A body is read here as a whole (uploads.py), so a slow sender holds nothing else. Headers that would
+steer Serve's deadlines and routing are removed, also before Serve. The guard around Serve reads no
+body of a request that key checks will refuse.
 """
 
 import asyncio
@@ -49,21 +44,19 @@ _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 
 @dataclass
 class UnreadBody:
-    """The answer to a request whose body nobody reads. It is sent at once, and ends when no more of the body comes.
-
-    A connection that is closed before loses the answer to a client that looks for it once it has sent all.
-    """
+    """The answer to an unread request. It ends only with the body, since a client that sends
+    everything first would lose it."""
 
     send: Send
     is_held: bool = False
 
     async def answer(self, message: Message) -> None:
-        """Send all of it, without its end."""
+        """Send everything except the end."""
         self.is_held = message["type"] == "http.response.body" and not message.get("more_body")
         await self.send({**message, "more_body": True} if self.is_held else message)
 
     async def end(self, receive: Receive, timeout_s: float) -> None:
-        """Let go what comes of the body, for `timeout_s` at most, and end an answer that was sent."""
+        """Discard the rest of the body for at most `timeout_s`, then end the answer."""
         if not self.is_held:
             return
         with contextlib.suppress(TimeoutError):
@@ -75,24 +68,20 @@ class UnreadBody:
 
 @dataclass
 class Limits:
-    """Wraps an ASGI app.
-
-    check_key  whose request it is, by its API key; None where the application will refuse it, so that its body is not read.
-               Without it there are no keys
-    is_guard   around Serve: a client that takes nothing for write_timeout_s is given up here, whatever the app thinks of it
-    """
+    """Wraps an ASGI app."""
 
     app: ASGIApp
     limits: LimitSettings
+    # returns the client by API key, or None if the application will refuse the request, so that its
+    # body is not read. Without it there are no keys
     check_key: Callable[[Scope], Awaitable[str | None]] | None = None
-    is_guard: bool = False
+    is_guard: bool = False  # around Serve: a client that takes nothing for write_timeout_s is dropped here
     _open: int = 0
 
     def __post_init__(self) -> None:
         self._uploads = Uploads(self.limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check an HTTP request's head, read its body, pass both on."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -126,11 +115,10 @@ class Limits:
         await unread.end(receive, self.limits.body_timeout_s)
 
     def _bounded(self, send: Send) -> Send:
-        """TimeoutError where a write takes too long: Serve's own proxy would wait for ever, and pile up what comes."""
+        """TimeoutError for a slow write; Serve's own proxy would wait and buffer without bound."""
         return lambda message: bounded(send(message), self.limits.write_timeout_s)
 
     async def _client(self, scope: Scope) -> str | None:
-        """Whose request it is; None: nobody's whose body is worth reading."""
         if self._open > self.limits.requests and not scope["path"].endswith(_PROBES):
             raise Overloaded("Too many requests at once; please try again shortly.")
         check_head(scope, self.limits)
@@ -139,7 +127,6 @@ class Limits:
         return await self.check_key(scope)
 
     def _claim(self, client: str) -> Claim:
-        """The guard's in this process, or a new one."""
         if self.is_guard:
             claim = Claim(self._uploads, client)
             note_claim(claim)
@@ -154,7 +141,7 @@ class Limits:
 
 
 def check_head(scope: Scope, limits: LimitSettings) -> None:
-    """Raises InvalidRequest, of the kind that says why."""
+    """Raise the kind of InvalidRequest that applies."""
     headers = scope["headers"]
     size = sum(len(name) + len(value) for name, value in headers)
     if size > limits.header_bytes:
@@ -174,7 +161,8 @@ def check_head(scope: Scope, limits: LimitSettings) -> None:
 
 
 def _check_host(hosts: list[bytes], limits: LimitSettings) -> None:
-    """A page of another site reaches a loopback server by a name of its own that leads here: such names are refused."""
+    """Refuse foreign names: a page of another site can reach a loopback server by a name of its
+    own."""
     for host in hosts:
         match = _HOST.fullmatch(host)
         if match is None or len(hosts) > 1:
@@ -184,7 +172,7 @@ def _check_host(hosts: list[bytes], limits: LimitSettings) -> None:
 
 
 def outermost(routes: Callable[[], Routes] | None = None) -> list[Middleware]:
-    """List what stands around Serve's servers, the outermost last, by settings in the environment. `routes`: Recovery's."""
+    """Outermost last, by the environment's settings. `routes`: for Recovery."""
     keys = os.environ.get(KEYS_VARIABLE)
     limits = msgspec.json.decode(os.environ.get(LIMITS_VARIABLE) or "{}", type=LimitSettings)
     ring = KeyRing(msgspec.json.decode(keys, type=KeySettings)) if keys else None
@@ -195,7 +183,6 @@ def outermost(routes: Callable[[], Routes] | None = None) -> list[Middleware]:
 
 
 def with_cors(app: ASGIApp, limits: LimitSettings) -> ASGIApp:
-    """Let web pages of `cors_origins`, if there are any, read what `app` answers."""
     if not (origins := limits.cors_origins):
         return app
     shown = ["x-request-id", "request-id", "retry-after", "x-should-retry"]
@@ -203,17 +190,16 @@ def with_cors(app: ASGIApp, limits: LimitSettings) -> ASGIApp:
 
 
 class _Cors(CORSMiddleware):
-    """Says once that an answer varies by Origin, where another that stands inside has said it."""
+    """Avoids a second `Vary: Origin` where an inner middleware has sent one."""
 
     async def send(self, message: Message, send: Send, request_headers: DecodedHeaders) -> None:
-        """Send a message, with the headers for web pages if it begins an answer."""
         if "headers" in message:
             message["headers"] = [header for header in message["headers"] if tuple(header) != (b"vary", b"Origin")]
         await super().send(message, send, request_headers)
 
 
 def _kept(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """The headers but those, and an id that is none: nobody behind this sends it back, and the request gets one of our own."""
+    """Drop stripped headers and a malformed x-request-id, which is replaced by our own."""
     return [
         (name, value)
         for name, value in headers

@@ -1,4 +1,4 @@
-"""What a request says about its logits, as the engine takes it: penalties, logit_bias, bad_words, allowed_token_ids."""
+"""Penalties, logit_bias, bad_words and allowed_token_ids of a request, as the engine takes them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -14,8 +14,7 @@ BAN = -100  # of a logit_bias: OpenAI's "should result in a ban"
 def logit_adjustments(
     sampling: Sampling, vocab: int, encode: Callable[[str], list[int]], banned: Iterable[int]
 ) -> LogitAdjustments | None:
-    """Return what a request to a model of `vocab` ids asks for, or None. `encode`: a text's ids; `banned`: ids that may not come,
-    whatever it says. InvalidRequest names the key."""
+    """None without adjustments. InvalidRequest names the key."""
     biases = {**sampling.biases, **dict.fromkeys(banned, BAN)}
     allowed = sampling.allowed_ids
     check_ids(biases, vocab, "logit_bias")
@@ -40,14 +39,14 @@ def logit_adjustments(
 
 
 def _spellings(words: Sequence[str], encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
-    """The ids of each word as it begins a text, and as it follows a space."""
+    """At the start of a text, and after a space."""
     if not all(word.strip() for word in words):
         raise invalid("bad_words", "a word must not be empty")
     return tuple(dict.fromkeys(tuple(encode(prefix + word.lstrip())) for word in words for prefix in ("", " ")))
 
 
 def check_ids(ids: Ids, vocab: int, param: str) -> Ids:
-    """Return them. InvalidRequest: one of them is outside the vocabulary."""
+    """InvalidRequest if an id is outside the vocabulary."""
     if (largest := max(ids, default=0)) >= vocab:
         raise invalid(param, f"token id {largest} is outside the vocabulary of {vocab}")
     return ids

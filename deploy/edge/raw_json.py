@@ -1,7 +1,7 @@
 """JSON of unknown size inside a request, kept as bytes and decoded with a bound.
 
-Decoding stops at the first thing that is wrong, and at the first element too many: whatever a body holds, it costs no more than a
-scan of it. Every finding is an InvalidRequest that names the key.
+Decoding stops at the first fault and the first element too many, so a body costs at most a scan.
+InvalidRequest names the key.
 """
 
 import re
@@ -37,36 +37,33 @@ _ID_LIST = msgspec.json.Decoder(list[Natural])
 
 
 def invalid(path: str, why: str, code: str | None = None) -> InvalidRequest:
-    """What is wrong at `path`, which begins with a key of the request."""
     return InvalidRequest(f"{path}: {why}", _first(path), code)
 
 
 def _first(path: str) -> str:
-    """The key of the request that `path` begins with."""
     return re.split(r"[.\[]", path)[0]
 
 
 def first_characters(raw: Raw) -> bytes:
-    """The first two characters of raw JSON that are no white space: enough to know a list's kind by its first element."""
+    """The first two characters that are not white space; they show a list's kind."""
     head = _HEAD.match(raw)
     assert head is not None, "the pattern matches anything"
     return head[1] + head[2]
 
 
 def not_null(raw: Json) -> Raw | None:
-    """None where the key is absent, or null."""
+    """None if the key is absent or null."""
     return None if isinstance(raw, UnsetType) or first_characters(raw) == b"nu" else raw
 
 
 def copied(raw: Json) -> Raw | None:
-    """Return what `not_null` does on one line, as events need it, and keep no more of the body in memory than that."""
+    """Like `not_null`, on one line and without keeping the body in memory."""
     given = not_null(raw)
     return None if given is None else Raw(msgspec.json.format(given, indent=-1))
 
 
 def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V], kind: Any = None) -> V:
-    """The value of the request's `key`, or for "" its body. `kind`: by which errors say what may stand there, else the decoder's.
-    InvalidRequest: it is not what `decoder` takes."""
+    """`kind` names the type in errors. InvalidRequest."""
     try:
         return decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -74,7 +71,6 @@ def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V], kind: A
 
 
 def token_ids(raw: Json, key: str, most: int) -> list[int]:
-    """At most so many ids; none where the key is absent or null."""
     if (given := not_null(raw)) is None:
         return []
     check_commas(given, key, most)
@@ -82,31 +78,31 @@ def token_ids(raw: Json, key: str, most: int) -> list[int]:
 
 
 def check_commas(raw: Raw, key: str, most: int) -> None:
-    """Raise where a list of numbers, of which a comma ends each but the last, is too long."""
+    """Counts commas. InvalidRequest."""
     if first_characters(raw)[:1] == b"[" and bytes(raw).count(b",") >= most:
         raise invalid(key, f"more than {most} token ids")
 
 
 def check_strings(body: bytes) -> None:
-    """A decoder looks at every key, however often it comes: InvalidRequest where there are too many."""
+    """InvalidRequest: a decoder looks at every key, also repeated ones."""
     if body.count(b'"') - body.count(b'\\"') > 2 * _STRINGS:
         raise InvalidRequest(f"The body holds more than {_STRINGS} keys and strings")
 
 
 def check_large(body: bytes) -> None:
-    """A body larger than TEXT_BYTES is media and little else: InvalidRequest where it has more marks of JSON than that needs."""
+    """InvalidRequest if a body above TEXT_BYTES has more JSON than media needs."""
     marks = 0
     for start in range(0, len(body), _SLICE):
         marks += sum(body.count(mark, start, start + _SLICE) for mark in _MARKS)
         if marks > _MEDIA_MARKS:
-            raise InvalidRequest(f"A body of more than {TEXT_BYTES} bytes may hold few texts beside its images")
+            raise InvalidRequest(f"A body of more than {TEXT_BYTES} bytes may hold few texts besides its images")
 
 
 class ListReader:
-    """Reads arrays of at most `most` elements; one that is absent, or null, is empty.
+    """Reads arrays of at most `most` elements; absent or null is empty.
 
-    Decoding ends at the first element too many: a bound on a list is looked at when all of the list is in memory. An element's own
-    list needs none where each of its elements has a string: `check_strings` bounds those.
+    Decoding stops at the first element too many, whereas msgspec checks a bound only once the list
+    is in memory. Inner lists are bounded by `check_strings`.
     """
 
     def __init__(self, element: Any, most: int) -> None:
@@ -117,7 +113,7 @@ class ListReader:
         )
 
     def read(self, raw: Json, key: str) -> list[Any]:
-        """The elements. InvalidRequest: they are none, or too many."""
+        """InvalidRequest: wrong elements, or too many."""
         if (given := not_null(raw)) is None:
             return []
         values = (*msgspec.structs.astuple(decode(given, key, self._decoder, self._kind)), UNSET)
@@ -125,7 +121,6 @@ class ListReader:
 
 
 def read_small(raw: Json, key: str, decoder: msgspec.json.Decoder[V], most: int) -> V | None:
-    """A value of at most `most` bytes; None where it is absent, or null."""
     if (given := not_null(raw)) is None:
         return None
     if len(memoryview(given)) > most:
@@ -134,12 +129,11 @@ def read_small(raw: Json, key: str, decoder: msgspec.json.Decoder[V], most: int)
 
 
 def read_text(raw: Json, key: str) -> str | None:
-    """Return a string; None: it is a list of what may stand for one, or nothing."""
     return decode(raw, key, _TEXT) if isinstance(raw, Raw) and first_characters(raw)[:1] == b'"' else None
 
 
 def _complaint(error: Exception, key: str, decoded: Any) -> InvalidRequest:
-    """msgspec's one finding in our words; `key`: which of the request's was decoded, as which type."""
+    """Translate msgspec's error; `key` was decoded as `decoded`."""
     if not isinstance(error, msgspec.ValidationError):
         why = _MALFORMED.get(type(error), str(error)).replace("data was truncated", _TRUNCATED)
         return InvalidRequest(f"The body is not JSON: {why}", param=_first(key) or None, code="invalid_json")
@@ -156,7 +150,7 @@ def _complaint(error: Exception, key: str, decoded: Any) -> InvalidRequest:
 
 
 def _allowed_values(kind: Type, path: list[str]) -> Sequence[Any]:
-    """The only values that JSON of this kind may have at a path of keys; none: it is not bound to some."""
+    """The only values allowed at a path of keys; empty if any are."""
     inside = []
     match kind:
         case LiteralType():

@@ -1,7 +1,7 @@
-"""Around Serve's own proxy: while a lost replica is replaced, a request gets 503 with Retry-After instead of waiting for it.
+"""Around Serve's proxy: a request gets 503 with Retry-After while a lost replica is replaced.
 
-Serve holds every request that it has no replica for. That is right where a replica starts because somebody wants it: a new setting,
-the first request after none. deploy/serve_guard.py tells the difference.
+Serve would let it wait, which is right only where a replica starts on purpose
+(deploy/serve_guard.py).
 """
 
 import asyncio
@@ -33,7 +33,6 @@ class Recovery:
     _look: asyncio.Future[Routes] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what is answered, or waits for a replica that is to come."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -72,7 +71,7 @@ class Recovery:
             await refuse(EngineDead("the replica is gone"), error_shape_of(scope), scope, receive, send)
 
     async def _is_lost(self, path: str) -> bool:
-        """Whether Serve said so, at most PERIOD_S ago; False where it does not say."""
+        """Whether Serve reported the application as lost, at most PERIOD_S ago."""
         now = asyncio.get_running_loop().time()
         if self._look is None or (self._look.done() and now - self._looked >= PERIOD_S):
             self._looked = now
@@ -84,7 +83,7 @@ class Recovery:
         return routes.get(max(prefixes, key=len, default=""), False)
 
     async def _read_routes(self) -> Routes:
-        """Ask Serve; what fails then is logged, and says nothing of any application."""
+        """Ask Serve; a failure is logged and counts as no report."""
         try:
             return await asyncio.to_thread(self.routes)
         except Exception:
@@ -93,6 +92,5 @@ class Recovery:
 
 
 def _log_failure(known: BaseException | None, work: asyncio.Future[None]) -> None:
-    """Logs how a request that was given up failed, unless its error is `known`."""
     if not work.cancelled() and (error := work.exception()) not in (None, known):
         logger.error("a request that was given up failed", exc_info=error)

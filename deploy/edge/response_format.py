@@ -1,4 +1,4 @@
-"""What an answer is to whoever sends it: bytes, whole or event by event, in the shape of one API.
+"""How one answer becomes bytes in the shape of its API.
 
     stream    begin, events ..., end          or, after an error,    begin, events ..., failure
     whole     add ..., full
@@ -16,51 +16,46 @@ JSON = "application/json"
 
 
 class ServedModel(FrozenStruct):
-    """What an answer says of the model: its name, its vocabulary as output, and what OpenAI calls the system's fingerprint."""
-
     name: str
     pieces: Pieces
     fingerprint: str
 
     def text_of(self, token: int) -> str:
-        """What a token shows as."""
         return self.pieces.bytes_of(token).decode("utf-8", "replace")
 
 
 class Usage(FrozenStruct):
     """Token counts of a request, all choices together.
 
-    `cached` of the prompt's were not computed for any of them; `reasoning` of the completion's were thoughts, markers included;
-    `media` of the prompt's stand for images, videos and clips, by OpenAI's name of the count.
-    `accepted` of the completion's were drafts, and `rejected` drafts were not among them.
+    accepted, rejected   draft tokens that are, or are not, part of the completion
     """
 
     prompt: int
     completion: int
-    cached: int = 0
-    reasoning: int = 0
-    media: Mapping[str, int] = {}
+    cached: int = 0  # prompt tokens that no choice computed
+    reasoning: int = 0  # tokens of thoughts, markers included
+    media: Mapping[str, int] = {}  # prompt tokens of images, videos and clips, by OpenAI's name of the count
     accepted: int = 0
     rejected: int = 0
 
 
 class ResponseFormat(Protocol):
-    """One answer in the making; `id` is its name for the client. `media_type`: of a whole one."""
+    """One answer in progress. `media_type`: of a whole one."""
 
     id: str
     media_type: str
 
     def begin(self, usage: Usage) -> bytes:
-        """Of a stream, before anything else: the prompt has been accepted, and nothing is generated yet."""
+        """The stream's first bytes, sent once the prompt is accepted."""
 
     def events(self, index: int, delta: Delta) -> bytes:
-        """What a delta adds to the stream, the beginning and the end of its choice included; may be empty."""
+        """What a delta adds to the stream, with its choice's beginning and end; may be empty."""
 
     def end(self, usage: Usage) -> bytes:
-        """A stream's last events: every choice has come to its end."""
+        """The last events, once every choice has ended."""
 
     def failure(self, error: QuartetError) -> bytes:
-        """A stream's last event instead."""
+        """The last event after an error."""
 
     def add(self, index: int, delta: Delta) -> None:
         """Add a delta to a whole answer."""
@@ -70,7 +65,7 @@ class ResponseFormat(Protocol):
 
 
 class OneChoice:
-    """A format of answers with one choice, which is summed up."""
+    """A format with one choice, which is accumulated."""
 
     media_type = JSON
 
@@ -78,5 +73,4 @@ class OneChoice:
         self.choice = Choice()
 
     def add(self, index: int, delta: Delta) -> None:  # noqa: ARG002 - there is one choice
-        """Add a delta to a whole answer."""
         self.choice.add(delta)

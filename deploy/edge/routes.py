@@ -1,7 +1,5 @@
-"""The routes: a thin layer of FastAPI over `Service`.
-
-Bodies are read raw and validated by our own models, so that every error has its API's shape; FastAPI routes and documents (/docs).
-"""
+"""The routes. Bodies are read raw and validated by our own models, so that every error has its
+API's shape."""
 
 import asyncio
 import time
@@ -50,7 +48,6 @@ _GENERATED: Responses = {
 
 
 def _schema_of(value: object) -> JsonObject:
-    """Return the schema of what has the keys of `value`, all that are no objects texts or null."""
     if not isinstance(value, dict):
         return {"type": ["string", "null"]}
     return {"type": "object", "required": [*value], "properties": {name: _schema_of(inner) for name, inner in value.items()}}
@@ -60,14 +57,13 @@ _ERROR_SCHEMAS = {api.error.name: _schema_of(api.error.write(400, "", None, None
 
 
 def _errors(shape: ErrorShape) -> Responses:
-    """How errors of that shape are documented."""
     schema = {"$ref": f"#/components/schemas/{shape.name}"}
     texts = {"4XX": "The request cannot be served as it is.", "5XX": "The server failed, or is not ready."}
     return {status: {"description": text, "content": {"application/json": {"schema": schema}}} for status, text in texts.items()}
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The whole ASGI app of one replica; Ray Serve puts `x-request-id` on its replies."""
+    """The ASGI app of one replica. Ray Serve adds `x-request-id` to replies."""
     about = "OpenAI's and Anthropic's APIs of a Gemma 4 deployment."
     app = FastAPI(title="Quartet", description=about, redirect_slashes=False, responses=_errors(OPENAI_ERROR))
     app.add_exception_handler(QuartetError, _refusal)
@@ -120,7 +116,7 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
 
 
 async def _parsed(service: Service, request: Request, api: GenerationApi) -> tuple[Ask, ResponseFormat]:
-    """Apart, so that nothing holds the body while its job is made."""
+    """A function of its own, so that nothing holds the body while the job is made."""
 
     def read(body: bytes) -> tuple[Ask, ResponseFormat]:
         said = api.reader.read(body)
@@ -156,7 +152,7 @@ async def _parsed_tokens(service: Service, request: Request, api: TokenApi) -> A
 
 @asynccontextmanager
 async def _admitted(service: Service, request: Request, media_type: str = JSON) -> AsyncIterator[AdmissionTicket]:
-    """Give a ticket, and time until the deadline. The access log gives it back when the request has ended, whichever way."""
+    """Give a ticket, and time until the deadline. The access log returns the ticket."""
     service.engine.health()
     _check_media_type(request, media_type, service.settings.limits.cors_origins)
     record = record_of(request.scope)
@@ -169,12 +165,13 @@ async def _admitted(service: Service, request: Request, media_type: str = JSON) 
 
 
 async def _body_of(request: Request) -> bytes:
-    """The whole body, which the limits give in one message; with `request.body()` it would stay there until the answer ends."""
+    """The whole body, which Limits gives in one message. `request.body()` would keep it until the
+    answer ends."""
     return (await request.receive())["body"]
 
 
 def _check_media_type(request: Request, media_type: str, origins: Sequence[str]) -> None:
-    """A web page of another site can send anything but JSON without being asked for permission: it must be of `origins` then."""
+    """Only JSON triggers a browser's permission check, so other types must come from `origins`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != media_type:
         raise WrongMediaType(f"the body must be {media_type}: so must the header Content-Type")
@@ -259,14 +256,12 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
-    """An error of ours, of the whole tree."""
     assert isinstance(error, QuartetError), error
     record_of(request.scope).error = error
     return refusal(error, error_shape_of(request.scope))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     message = " ".join(filter(None, (f"{error.detail}: {request.method} {path}.", why_absent(path))))
@@ -274,7 +269,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    """Not an error of ours: the traceback goes to the log, nothing of it to the client."""
+    """Log the traceback; tell the client nothing of it."""
     record_of(request.scope).error = error
     return plain_error(error_shape_of(request.scope), 500, "Internal error", "internal_error", NO_RETRY)
 
@@ -289,5 +284,4 @@ def _documentation() -> tuple[dict[type[Struct], JsonObject], JsonObject]:
 
 
 def _body(kind: type[Struct], media_type: str = JSON) -> JsonObject:
-    """What /docs shows of a body that FastAPI itself does not read."""
     return {"requestBody": {"required": True, "content": {media_type: {"schema": _documentation()[0][kind]}}}}

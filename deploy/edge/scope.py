@@ -1,4 +1,4 @@
-"""What the edge keeps of a request in its ASGI scope, and which id it has."""
+"""What the edge keeps of a request in its ASGI scope, and the request's id."""
 
 import asyncio
 import contextlib
@@ -23,45 +23,43 @@ REQUEST_ID_FORM = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 def request_id(headers: Headers) -> str:
-    """The client's id, where it sent exactly one and it is 1 to 128 of A-Z a-z 0-9 . _ -; else a new one."""
+    """The client's x-request-id if well-formed, else a new one."""
     given = only(headers, b"x-request-id")
     return given.decode() if given is not None and REQUEST_ID_FORM.fullmatch(given) else secrets.token_hex(16)
 
 
 def note_server_send(send: Send) -> None:
-    """This request's `send` of the HTTP server in this process: what is sent there passes Ray Serve by."""
+    """Note the HTTP server's `send` of this request, which bypasses Serve."""
     _SERVER_SEND.set((asyncio.get_running_loop(), send))
 
 
 def server_send() -> Send | None:
-    """Return what was noted; None where this process has no HTTP server, or it runs on another loop."""
+    """The noted `send`; None if this process has no HTTP server, or it runs on another loop."""
     loop, send = _SERVER_SEND.get() or (None, None)
     return send if loop is asyncio.get_running_loop() else None
 
 
 def values_of(headers: Headers, lower_name: bytes) -> list[bytes]:
-    """The values of all headers of that (lower-case) name."""
+    """The values of all headers with that name."""
     return [value for name, value in headers if name.lower() == lower_name]
 
 
 def only(headers: Headers, lower_name: bytes) -> bytes | None:
-    """A header's value, where there is exactly one of that (lower-case) name."""
     values = values_of(headers, lower_name)
     return values[0] if len(values) == 1 else None
 
 
 def is_from_loopback(scope: Scope) -> bool:
-    """Whether the request comes from this machine: its connection does, and so does what a proxy before us says of it."""
+    """Whether the connection and a proxy's X-Forwarded-For come from this machine."""
     return _is_loopback(_client_host(scope, ()))
 
 
 def client_name(scope: Scope, key: str | None, proxies: Sequence[str]) -> str:
-    """Who shares with others as one client: the holder of an API key or, without keys, an address."""
     return client_address(scope, proxies) if key is None else f"key {key}"
 
 
 def client_address(scope: Scope, proxies: Sequence[str] = ()) -> str:
-    """Whose request it is, where nobody has a key; of IPv6 the network, of which a client may have every address."""
+    """The client's address; of IPv6 its network, since a client may have every address of it."""
     host = _client_host(scope, proxies)
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host)
@@ -71,11 +69,8 @@ def client_address(scope: Scope, proxies: Sequence[str] = ()) -> str:
 
 
 def _client_host(scope: Scope, proxies: Sequence[str]) -> str:
-    """Who is connected or, where that is a proxy, whom it names last in X-Forwarded-For.
-
-    Proxies are this machine's, as our HAProxy, and those of `proxies`. uvicorn puts a name from the header in the place of a
-    connection of loopback, and then gives it port 0, which no connection has.
-    """
+    """The peer or, if that is a proxy, the last name in its X-Forwarded-For. uvicorn replaces a
+    loopback peer by that name, with port 0."""
     host, port = scope.get("client") or ("", None)
     if port != 0 and not _is_loopback(host) and not _is_of(host, proxies):
         return host
@@ -87,7 +82,6 @@ def _client_host(scope: Scope, proxies: Sequence[str]) -> str:
 
 
 def _is_of(host: str, networks: Sequence[str]) -> bool:
-    """Whether it is an address of the networks."""
     if not networks:
         return False
     try:

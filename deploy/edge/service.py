@@ -1,4 +1,4 @@
-"""What the routes stand on: one model's text processor, its engine, its settings, and the count of open answers."""
+"""One served model: text processor, engine, settings, and the count of open answers."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -85,7 +85,7 @@ class Service:
 
     @contextmanager
     def answering(self, choices: int) -> Iterator[None]:
-        """Count the choices of an answer while it is under way."""
+        """Count an answer's choices while it runs."""
         self.open += choices
         self.idle.clear()
         try:
@@ -96,13 +96,13 @@ class Service:
                 self.idle.set()
 
     def end(self, timeout_s: float) -> None:
-        """Hand over the last traces; blocks for `timeout_s` at most. Side processes end."""
+        """End side processes and hand over the last traces; blocks for at most `timeout_s`."""
         self.media_preparer.pool.close()
         if self.tracer is not None:
             self.tracer.close(timeout_s)
 
     def settle(self, record: RequestRecord) -> None:
-        """A request has ended: its API key's holder gets back what it did not use, and what became of it is counted."""
+        """Return unused quota of an ended request, and count its outcome."""
         refused = _REFUSALS.get(type(record.error))
         if record.grant is not None or refused is not None:
             self.sink(KeyDecision(record.key or "", refused or "admitted"))
@@ -113,7 +113,7 @@ class Service:
             self.sink(KeyTokens(record.key, record.used_tokens))
 
     def salt(self, ask: Ask, tenant: str) -> str:
-        """What requests have in common that share cached prefixes: where clients are kept apart those of `tenant` alone."""
+        """The salt of cached prefixes; with isolation only requests of one `tenant` share it."""
         isolated = self.settings.limits.isolate_cache
         if isolated is None:
             isolated = self.keys is not None

@@ -1,4 +1,4 @@
-"""The edge's end of its side processes: a task goes to a process of its own, and an answer comes, or the process is gone."""
+"""The edge's end of its side processes: each task runs in a process of its own."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ _ENDED = "The side process has ended; please try again shortly."
 
 
 class SidePool:
-    """Its side process, a module and its arguments, starts with the first task, or by `start`, and again where it has ended."""
+    """Its side process starts with the first task, or by `start`, and again after it has ended."""
 
     def __init__(self, *command: str) -> None:
         self._command = command
@@ -31,8 +31,8 @@ class SidePool:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, *task: bytes) -> bytes | None:
-        """What a process answers to it; None: it was ended at its limits. Blocks, for TAKE_S + ANSWER_S at most. Overloaded: there
-        is no process."""
+        """None if the task was killed at its limits. Blocks for at most TAKE_S + ANSWER_S.
+        Overloaded: there is no process."""
         parent_end, child_end = socket.socketpair()
         with parent_end:
             with child_end:
@@ -57,7 +57,7 @@ class SidePool:
         return answer.removeprefix(BEGUN) or None
 
     def start(self) -> socket.socket:
-        """Start the process, which takes seconds, unless it runs; return the socket that controls it."""
+        """Start the process unless it runs (seconds); return its control socket."""
         with self._lock:
             if self._control is None:
                 self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -73,7 +73,6 @@ class SidePool:
             return self._control
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             if self._control is None or self._process is None:
                 return
@@ -83,13 +82,12 @@ class SidePool:
             self._control = self._process = None
 
     def _end(self, side_process: subprocess.Popen[bytes] | None) -> None:
-        """End this process, unless another has taken its place."""
         with self._lock:
             if self._process is side_process:
                 self.close()
 
     def _hand_over(self, connection: socket.socket) -> subprocess.Popen[bytes] | None:
-        """Give it a connection; returns the process that has it."""
+        """Give it a connection; return the process."""
         with self._lock:
             for _ in range(2):
                 try:
@@ -102,7 +100,7 @@ class SidePool:
 
 
 def _answer(connection: socket.socket, task: Sequence[bytes]) -> bytes:
-    """Sends the task, and reads up to the end; what came before a connection broke is no answer. TimeoutError: not in ANSWER_S."""
+    """A broken connection is no answer. TimeoutError after ANSWER_S."""
     ends = monotonic() + ANSWER_S
     pieces = list[bytes]()
     try:
@@ -119,7 +117,6 @@ def _answer(connection: socket.socket, task: Sequence[bytes]) -> bytes:
 
 
 def _left(ends: float) -> float:
-    """Returns the seconds until `ends`. TimeoutError: there are none."""
     left = ends - monotonic()
     if left <= 0:
         raise TimeoutError

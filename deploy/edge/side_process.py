@@ -1,11 +1,10 @@
-"""A side process forks a process for each task, before it comes, which is bounded and can do no harm.
+"""A side process forks a bounded process for each task, since it runs foreign code on any client's
+data.
 
     edge --a socket for each task--> side process --fork--> a process: reads its task, answers, and is gone
 
-What it runs was written by others, and reads what anybody sends. A process of its own has one task, a time of CPU and a memory,
-and whatever it did ends with it. No program that it might start has more rights than it has. What all of them need is loaded once,
-before any fork. The side process ends when the edge closes its end. The first byte on a task's socket brings the pidfd of the
-task's process, so that the edge can kill one that is stopped.
+What all tasks need is loaded before the fork. The first byte on a task's socket brings its pidfd,
+so that the edge can kill it. The side process ends when the edge closes its end.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 
 def fork_for_each(load: Callable[[], Callable[[socket.socket], None]]) -> None:
-    """Have each socket that comes served in a process of its own, by what `load` returns, until the edge closes its end."""
+    """Serve each socket in a forked process, by what `load` returns, until the edge closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the edge's to handle
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
@@ -58,8 +57,8 @@ def fork_for_each(load: Callable[[], Callable[[socket.socket], None]]) -> None:
 
 
 def begin(connection: socket.socket, cpu_s: int, memory_bytes: int) -> None:
-    """Bound this process from now on, beside what it has, and say that it has the task."""
-    most = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + memory_bytes  # beside data and stack
+    """Bound this process from now on, and report that it has the task."""
+    most = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + memory_bytes  # on top of data and stack
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))

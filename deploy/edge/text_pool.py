@@ -1,4 +1,4 @@
-"""A small pool of threads for work on texts: a long prompt must not hold up every stream."""
+"""A small thread pool for text work: a long prompt must not delay every stream."""
 
 import asyncio
 from codecs import BOM_UTF8
@@ -14,17 +14,14 @@ T = TypeVar("T")
 
 
 class TextPool:
-    """Its threads live as long as the process."""
-
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def read(self, reader: Callable[[bytes], T], body: bytes) -> T:
-        """What `reader` makes of `body`, JSON; a large one is read off the loop. Raises what `reader` does."""
+        """Run `reader` on `body`; a large one off the loop."""
         body = body.removeprefix(BOM_UTF8)
         if len(body) <= ON_LOOP_BYTES:
             return reader(body)

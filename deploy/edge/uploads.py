@@ -1,4 +1,4 @@
-"""Request bodies and the memory that they take: who may send one is decided before it is sent, and no upload ends another.
+"""Request bodies and their memory: an upload is admitted before it is sent, and never ends another.
 
     head --claim--> [ body comes ] --parsed--> [ its media wait for decoders ] --decoded--> nothing
     text            `texts`                    (nothing)
@@ -31,7 +31,7 @@ _FULL = "Too many large bodies are being sent or wait to be read; please try aga
 
 
 class Uploads:
-    """What bodies may take: `coming` counts those on their way, `texts` and `media` the bytes of larger ones."""
+    """`coming` counts bodies in transit; `texts` and `media` count bytes of larger ones."""
 
     def __init__(self, limits: LimitSettings) -> None:
         self.limits = limits
@@ -79,7 +79,7 @@ class Uploads:
 
 
 class Claim:
-    """What a client holds of `uploads` for one body. It is given back once, when the body is parsed or its media are decoded."""
+    """What a client holds for one body, released once it is parsed or its media are decoded."""
 
     def __init__(self, uploads: Uploads, client: str) -> None:
         self.client = client
@@ -88,19 +88,19 @@ class Claim:
         self._bytes = 0
 
     def grow(self, size: int) -> None:
-        """Hold `size` bytes, unless it holds as many. Overloaded: they are not there for the client, and it holds nothing."""
+        """Hold at least `size` bytes. Overloaded holds nothing."""
         if size > max(SMALL_BYTES, self._bytes):
             self._hold(self._uploads.media if size > TEXT_BYTES else self._uploads.texts, size)
 
     def parsed(self, size: int, *, has_media: bool) -> None:
-        """The body, of `size` bytes, is gone; its media, if it has some, are still to be decoded. Overloaded: they have no room."""
+        """The body is parsed; its media, if any, are still to be decoded. Overloaded."""
         if not has_media:
             self.release()
         elif self._share is not self._uploads.media:
             self._hold(self._uploads.media, size)
 
     def release(self) -> None:
-        """Give all back. Idempotent."""
+        """Idempotent."""
         self._share.give_back(self.client, self._bytes)
         self._bytes = 0
 
@@ -114,16 +114,12 @@ class Claim:
 
 @dataclass(eq=False)
 class Upload:
-    """A request's body."""
-
     claim: Claim
     body: bytearray = field(default_factory=bytearray)
 
     def replayed(self, receive: Receive) -> Receive:
-        """A `receive` that gives the body first, and then that the client has gone; more of its body, that nobody wants, is let go.
-
-        Whoever asks for more has read the body. Its claim ends then, unless the application in this process ends it.
-        """
+        """A `receive` that gives the body, then the disconnect. A second call ends the claim unless
+        this process's application does."""
         is_read = False
 
         async def again() -> Message:
@@ -149,12 +145,10 @@ _APPLICATIONS: WeakSet[asyncio.AbstractEventLoop] = WeakSet()  # loops of applic
 
 
 def note_claim(claim: Claim) -> None:
-    """Let the application behind this guard find the claim, if it runs on this loop."""
     _GUARDS_CLAIM.set((asyncio.get_running_loop(), claim))
 
 
 def noted_claim() -> Claim | None:
-    """The claim of the guard in front of this application; None: there is no guard on this loop."""
     loop = asyncio.get_running_loop()
     _APPLICATIONS.add(loop)
     guards_loop, claim = _GUARDS_CLAIM.get() or (None, None)

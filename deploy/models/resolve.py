@@ -1,12 +1,12 @@
 """From a model reference to a local folder.
 
     a folder               itself
-    nano:<member>          the trained nano checkpoint beside the code; nano:<member>-assistant: its drafter
-    dummy:<member>         a public shape: its config.json as published, nano's tokenizer and template as stand-ins, no weights;
+    nano:<member>          the embedded trained checkpoint; nano:<member>-assistant: its drafter
+    dummy:<member>         a public shape: its published config.json, nano's tokenizer and template, no weights;
                            dummy:<member>-assistant: its drafter's
-    <owner>/<name>         a Hugging Face hub id: safetensors, JSON and the template, nothing that could be executed
+    <owner>/<name>         a Hugging Face hub id: safetensors, JSON and the template, nothing executable
 
-HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are the hub library's own and hold.
+HF_HOME, HF_TOKEN and HF_HUB_OFFLINE apply.
 """
 
 import os
@@ -23,12 +23,13 @@ _HUB_ID = re.compile(r"(?!.*(?:--|\.\.))\b[\w.-]+\b/\b[\w.-]{1,96}\b(?<!\.git)")
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
-    """The local folder of `model`; ConfigError says what is absent and what would help."""
+    """ConfigError says what is absent and what would help."""
     return local_folder(model) or _download(model, revision)
 
 
 def folder_here(model: str, revision: str | None) -> Path | None:
-    """The folder of `model` if it is on this machine, for a hub id perhaps without weights. Nothing is downloaded."""
+    """The folder of `model` on this machine, perhaps without weights of a hub id. Downloads
+    nothing."""
     if model.startswith(("nano:", "dummy:")) or Path(os.path.expanduser(model)).is_dir():  # noqa: PTH111 - see below
         return local_folder(model)
     if not _HUB_ID.fullmatch(model):
@@ -40,8 +41,8 @@ def folder_here(model: str, revision: str | None) -> Path | None:
 
 
 def is_here(model: str, revision: str | None = None, *files: str) -> bool:
-    """Whether `resolve` would download nothing: it is no hub id, or the hub's cache has the weights that their index names, and
-    `files`; or it has some of them, and HF_HUB_OFFLINE forbids more. ConfigError as `local_folder` raises."""
+    """Whether `resolve` would download nothing. HF_HUB_OFFLINE accepts a partial cache. ConfigError
+    as `local_folder`."""
     from huggingface_hub import constants
 
     if local_folder(model):
@@ -54,7 +55,7 @@ def is_here(model: str, revision: str | None = None, *files: str) -> bool:
 
 
 def local_folder(model: str) -> Path | None:
-    """The folder of a `model` that is no hub id, None for one; ConfigError where there is no such folder or member."""
+    """The folder, or None for a hub id. ConfigError: no such folder or member."""
     kind, _, member = model.partition(":")
     if kind in ("nano", "dummy"):
         root, names = (TRAINED, trained()) if kind == "nano" else (PUBLIC, MEMBERS)
@@ -77,7 +78,7 @@ def _checked(folder: Path) -> Path:
 
 
 def _download(model: str, revision: str | None) -> Path:
-    """The hub snapshot: from its cache when complete there, else downloaded."""
+    """The hub snapshot, from the cache if complete."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

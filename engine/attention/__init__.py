@@ -1,6 +1,6 @@
-"""The attention backends there are, by name. Where several could run, the last one is the default.
+"""The attention backends by name. Where several could run, the last one is the default.
 
-Each has an entry here, without torch, and its parts in `engine/rank/attention/`, imported by the ranks that run it.
+Each has an entry here, without torch, and parts in `engine/rank/attention/`.
 """
 
 from engine.attention.backend_entry import BackendEntry

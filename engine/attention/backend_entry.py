@@ -1,4 +1,4 @@
-"""What is known of an attention backend without torch: its name, its device, and what it needs of a node and of the settings."""
+"""What is known of an attention backend without torch: its name, its device, what it needs."""
 
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
@@ -10,14 +10,13 @@ ROW_KINDS: tuple[RowKind, ...] = ("decode", "extend")
 
 
 class Platform(NamedTuple):
-    """A node and the settings, as far as backends depend on them. architecture: its GPUs' compute capability, None: the CPU;
-    download: FlashInfer may fetch kernels that it lacks; drafts: decode rows may have several tokens; kv_dtype: as the setting."""
+    """What backends depend on."""
 
-    architecture: tuple[int, int] | None
+    architecture: tuple[int, int] | None  # the GPUs' compute capability; None on the CPU
     flashinfer: FlashInferFiles
     dtype: str = "bfloat16"
-    download: bool = False
-    drafts: bool = False
+    download: bool = False  # FlashInfer may fetch kernels
+    drafts: bool = False  # decode rows may have several tokens
     kv_dtype: str = "auto"
 
     @property
@@ -32,7 +31,7 @@ class Platform(NamedTuple):
 
 
 class Obstacle(NamedTuple):
-    """Why a backend is not chosen, and what would help. `by_default`: it can be asked for all the same."""
+    """Why a backend is not chosen, and what would help. `by_default`: it can still be asked for."""
 
     reason: str
     advice: str = ""
@@ -40,7 +39,7 @@ class Obstacle(NamedTuple):
 
 
 class PackageState(NamedTuple):
-    """A package that a backend needs, as `quartet doctor` shows it: whether all of it is there, and what to do if not."""
+    """A package that a backend needs, as `quartet doctor` shows it."""
 
     name: str
     usable: bool
@@ -49,17 +48,12 @@ class PackageState(NamedTuple):
 
 
 class BackendEntry(NamedTuple):
-    """An attention backend.
-
-    parts      the module in `engine/rank/attention/` whose `parts` makes them (`base.AttentionParts`)
-    obstacles  what stands between rows of a kind and this backend on a GPU, the most lasting first
-    reason     what it runs on, where it is the default
-    package    the package that it needs, where that is installed
-    """
+    """An attention backend."""
 
     name: str
     device: Literal["cpu", "cuda"]
-    parts: str
+    parts: str  # the module in `engine/rank/attention/` whose `parts` makes them (`base.AttentionParts`)
+    # what stands between rows of a kind and this backend on a GPU, the most lasting first
     obstacles: Callable[[RowKind, Platform], Iterable[Obstacle]] = lambda *_: ()
-    reason: Callable[[Platform], str] = lambda platform: platform.gpu
-    package: Callable[[Platform], PackageState | None] = lambda _: None
+    reason: Callable[[Platform], str] = lambda platform: platform.gpu  # what it runs on, where it is the default
+    package: Callable[[Platform], PackageState | None] = lambda _: None  # the package that it needs, where that is installed

@@ -1,7 +1,5 @@
-"""What of FlashInfer lies on this node: its version, the kernels' binaries, and how their launchers come about.
-
-Nothing is imported: that would import torch, and take seconds. Where FlashInfer looks is read from its own files and variables.
-"""
+"""FlashInfer's version, kernel binaries and launchers on this node. Importing it would import torch
+and take seconds."""
 
 import importlib.metadata
 import importlib.util
@@ -15,12 +13,9 @@ Launcher = Literal["prebuilt", "nvcc"]
 
 
 class FlashInferFiles(NamedTuple):
-    """version: installed, None: none. cubins: where all of trtllm-gen's kernels lie, None: some are missing. launcher: how compiled
-    parts come about: from the package flashinfer-jit-cache, by nvcc at the first call, None: not at all."""
-
     version: str | None = None
-    cubins: str | None = None
-    launcher: Launcher | None = None
+    cubins: str | None = None  # folder of all trtllm-gen kernels
+    launcher: Launcher | None = None  # compiled parts from flashinfer-jit-cache, or by nvcc at the first call
 
 
 def flashinfer_files() -> FlashInferFiles:
@@ -33,7 +28,6 @@ def flashinfer_files() -> FlashInferFiles:
 
 
 def _cubins(package: Path, version: str) -> str | None:
-    """Returns the folder that FlashInfer would read, if every kernel that its list names is in it."""
     folder, kernels = _cubin_folder(version), _kernel_path(package)
     if kernels is None or not (folder / kernels / "checksums.txt").is_file():
         return None
@@ -53,8 +47,7 @@ def _cubin_folder(version: str) -> Path:
 
 
 def _kernel_path(package: Path) -> str | None:
-    """Reads `ArtifactPath.TRTLLM_GEN_FMHA` of FlashInfer's artifacts.py: the folder of attention kernels, named by their build. Old
-    versions have no such file."""
+    """Parses FlashInfer's artifacts.py: the folder of attention kernels is named by their build."""
     artifacts = package / "artifacts.py"
     source = artifacts.read_text(encoding="utf-8") if artifacts.exists() else ""
     named = re.search(r'class ArtifactPath\b.*?\bTRTLLM_GEN_FMHA\b[^"]*"([^"]+)"', source, re.DOTALL)
@@ -71,7 +64,6 @@ def _launcher(version: str) -> Launcher | None:
 
 
 def installed(distribution: str) -> str | None:
-    """Returns the version of a distribution that is installed; None: it is not."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

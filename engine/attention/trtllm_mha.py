@@ -1,4 +1,5 @@
-"""FlashInfer's TensorRT-LLM kernels: trtllm-gen on the SM100 family; for decode rows xqa on 9.0 and 12.x, when asked for."""
+"""FlashInfer's TensorRT-LLM kernels: trtllm-gen on the SM100 family; on request, xqa for decode
+rows on 9.0 and 12.x."""
 
 from collections.abc import Iterator
 
@@ -33,7 +34,8 @@ def _obstacles(kind: RowKind, platform: Platform) -> Iterator[Obstacle]:
 
 
 def _missing(platform: Platform, *, fetched: bool) -> Iterator[Obstacle]:
-    """Yields what FlashInfer lacks here. fetched: the kernels are binaries that it would otherwise fetch at the first request."""
+    """Yields what FlashInfer lacks here. fetched: it would otherwise fetch the kernels at the first
+    request."""
     files = platform.flashinfer
     if files.version is None:
         yield Obstacle(f"{platform.gpu} without FlashInfer", "make install-gpu")

@@ -1,1 +1,1 @@
-"""The core: one thread, no torch. It owns every sequence, every page number and the queue, and decides what each step computes."""
+"""The core: one thread without torch that owns all sequences and pages, and plans each step."""

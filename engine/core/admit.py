@@ -18,7 +18,7 @@ _LOOKAHEAD = 16  # requests looked at beyond the free slots
 
 
 class AdmissionBudget:
-    """Pages that are free for admissions: those that running prefills still need are reserved for them."""
+    """Free pages, without those that running prefills still need."""
 
     def __init__(self, requests: Requests) -> None:
         self._running = 0
@@ -27,17 +27,14 @@ class AdmissionBudget:
             self.reserve(sequence)
 
     def reserve(self, sequence: Sequence) -> None:
-        """Counts a running sequence, and reserves the pages that its prompt still needs."""
         self._running += 1
         if sequence.planned < sequence.target:
             for run in sequence.pages.runs:
                 self._promised[run.pool] += max(0, run.pool.group.worst_pages(sequence.target + 1) - len(run.pages))
 
     def fits(self, sequence: Sequence, hit: Hit) -> bool:
-        """Whether all known tokens fit what is left, with a page to grow for every running sequence; always if none runs.
-
-        Pages of the hit need not be taken, but idle ones among them are no longer available to others.
-        """
+        """Whether all known tokens fit, with one page left for each running sequence; always if
+        none runs."""
         if not self._running:
             return True
         for pool, promised in self._promised.items():
@@ -50,8 +47,6 @@ class AdmissionBudget:
 
 
 class Admissions:
-    """Takes requests from the queue; `budget` is what a step may prefill."""
-
     def __init__(self, requests: Requests, policy: Policy, budget: int) -> None:
         self._requests = requests
         self._allocator = requests.allocator
@@ -60,12 +55,12 @@ class Admissions:
         self._gain = max(self._allocator.page, budget // 8)  # tokens worth waiting for while another computes them
 
     def new_plan(self, plan: StepPlan) -> None:
-        """Begins a plan, which gets the admissions."""
         self._plan = plan
         self._size = 0  # numbers of its admissions
 
     def readmit(self, sequence: Sequence) -> bool:
-        """Admit a sequence that has stepped back, with its slot and pages; False if the plan has no room for it beside others."""
+        """Admit a sequence after `step_back`, with its slot and pages; False if the plan is too
+        full."""
         if not self._fits_plan(sequence, sum(len(run.pages) for run in sequence.pages.runs)):
             return False
         self._requests.readmit(sequence)
@@ -83,7 +78,7 @@ class Admissions:
         self._plan.admissions.append(admission)
 
     def _fits_plan(self, sequence: Sequence, pages: int) -> bool:
-        """Count an admission with so many pages in the plan; False if the plan has no room for it beside others."""
+        """An empty plan always has room."""
         size = admission_size(len(sequence.tokens), sequence.params, pages) + self._size
         if self._size and size > MAX_ADMITTED:
             return False
@@ -91,12 +86,11 @@ class Admissions:
         return True
 
     def candidates(self) -> list[Sequence]:
-        """The waiting requests to look at, in order: more than there are free slots."""
         free = self._requests.free_slots
         return self._requests.waiting[: len(free) + _LOOKAHEAD] if free else []
 
     def admit(self) -> Iterator[Sequence]:
-        """Admit while slots, pages and the plan last; yields each admitted sequence, which then begins."""
+        """Yields each admitted sequence, which then starts."""
         candidates = self.candidates()
         if not candidates:
             return

@@ -1,7 +1,7 @@
-"""Pages of sequences: how many fit, who holds which, and what plans are told about it.
+"""Pages of sequences: allocation, prefix hits, and what plans report of them.
 
-One pool per KV group; a sequence holds a run of pages in each. Pages given back while step n runs first appear in a later plan.
-Ranks run plans in order on one stream, so late writes of step n come before the new owner's, without a lock.
+Pages freed during step n are reused in a later plan. Ranks run plans in order on one stream, so
+late writes of step n precede the new owner's.
 """
 
 import bisect
@@ -21,7 +21,7 @@ _UNSALTED = root_key("")
 
 
 class Allocator:
-    """`pages` counts each group's pages with its null page; `caches`: prefixes are kept for others; `events`: of what is kept."""
+    """`pages`: each group's pages, null page included. `caches`: prefixes are kept for others."""
 
     def __init__(
         self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], *, caches: bool, events: CacheEvents | None = None
@@ -39,12 +39,12 @@ class Allocator:
         return all(pool.group.span_pages(length) <= pool.total for pool in self.pools if pool.group.bidirectional)
 
     def fitting(self, sequence: Sequence, count: int, headroom: int = 0) -> int:
-        """How many of the next `count` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""
+        """How many of the next `count` positions fit, with `headroom` pages left over."""
         pages = max(0, min(pool.available for pool in self.pools) - headroom)
         return min(count, sequence.pages.held + pages * self.page - sequence.planned)
 
     def hold(self, sequence: Sequence, end: int, plan: StepPlan) -> None:
-        """Take the pages for positions up to `end`."""
+        """Allocate the pages for positions up to `end`."""
         count = max(0, -(-(end - sequence.pages.held) // self.page))
         sequence.pages.held += count * self.page
         for run in sequence.pages.runs:
@@ -56,18 +56,16 @@ class Allocator:
             plan.zeros.extend((pool.group.index, page) for page in pool.take_not_finite(pages))
 
     def _append(self, sequence: Sequence, run: PageRun, pages: list[int], plan: StepPlan) -> None:
-        """Append the last of a run's pages to the ranks' tables."""
         group = run.pool.group.index
         entries = range(run.end - len(pages), run.end)
         plan.appends.extend(zip(repeat(group), repeat(sequence.slot), entries, pages))
 
     def append_again(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Append all pages of a sequence to the ranks' tables, as if they were new."""
         for run in sequence.pages.runs:
             self._append(sequence, run, run.pages, plan)
 
     def release(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Give back the pages that no position from the edge of `committed`'s page on can see."""
+        """Free the pages that no position from the start of `committed`'s page on can see."""
         for run in sequence.pages.runs:
             pool, first = run.pool, run.first
             dropped = run.drop_before(first_page(pool.group, sequence.committed))
@@ -77,9 +75,9 @@ class Allocator:
         sequence.pages.release_at = (sequence.committed // self.page + 1) * self.page
 
     def give_all(self, sequence: Sequence) -> None:
-        """Give back every page of a sequence that leaves its slot.
+        """Free every page of a sequence that leaves its slot.
 
-        Results of its rows in flight are dropped, so what they write beyond `committed` is not known to be finite either.
+        Values that its dropped rows write beyond `committed` may not be finite.
         """
         if sequence.pages.not_finite:
             self.cache.discard(self._keys(sequence, sequence.committed // self.page))
@@ -90,7 +88,6 @@ class Allocator:
             pool.give(run.pages)
 
     def _finite_end(self, sequence: Sequence, run: PageRun) -> int:
-        """The table entries before this one hold finite values only."""
         if sequence.pages.not_finite:
             return 0
         written = max(sequence.planned, sequence.pages.dropped)
@@ -99,9 +96,12 @@ class Allocator:
     # -- prefixes
 
     def find(self, sequence: Sequence) -> Hit:
-        """The cached prefix that a waiting sequence may use; looked up again when it may have changed. The first look makes its
-        page keys: it comes when the sequence is queued, for at admission several long prompts would hold up one step. It ends
-        within no span: equal keys mean equal spans, and where a prefix was left there was none."""
+        """The cached prefix for a waiting sequence, looked up again when the cache may have
+        changed.
+
+        The first call hashes the prompt when it is queued: at admission several would delay a step.
+        A hit ends inside no span, since equal keys mean equal spans.
+        """
         if not self._caches:
             return self.cache.find([])
         if sequence.pages.hit is None or sequence.pages.hit.version != self.cache.version:
@@ -111,13 +111,13 @@ class Allocator:
         return sequence.pages.hit
 
     def _uncut_pages(self, sequence: Sequence, pages: int) -> int:
-        """The most of its first pages, at most so many, that end within no span."""
         while (end := sequence.media.last_end(pages * self.page)) < pages * self.page:
             pages = end // self.page
         return pages
 
     def attach(self, sequence: Sequence, hit: Hit, plan: StepPlan) -> None:
-        """Let an admitted sequence share the pages of a hit, and note where it is to leave tails for others."""
+        """Share the pages of a hit with an admitted sequence, and note where it leaves tails for
+        others."""
         self.cache.use(sequence.pages.keys, hit)
         for run in sequence.pages.runs:
             run.pages = list(hit.full if run.pool is self._full else hit.tail)
@@ -134,10 +134,11 @@ class Allocator:
             sequence.pages.cache_points = sorted(point for point in points if point > hit.count)
 
     def being_computed(self, sequence: Sequence, hit: Hit, prefills: Iterable[Sequence], gain: int) -> bool:
-        """Whether a running prefill is about to compute at least `gain` tokens more of this prompt than the hit has.
+        """Whether a running prefill will compute at least `gain` more tokens of this prompt than
+        the hit has.
 
-        That prefill is to leave a tail where the two part, so that the choices of one request, and a burst of requests with
-        one system prompt, cost one prefill.
+        It leaves a tail where the prompts part, so a burst with one system prompt costs one
+        prefill.
         """
         for other in prefills:
             equal = equal_keys(sequence.pages.keys, other.pages.keys)
@@ -149,19 +150,18 @@ class Allocator:
         return False
 
     def cache_passed_points(self, sequence: Sequence) -> None:
-        """Cache the prefixes at the points that the sequence has passed; the last one is the prompt's end."""
+        """The last point is the prompt's end."""
         while sequence.pages.cache_points and sequence.committed >= sequence.pages.cache_points[0] * self.page:
             point = sequence.pages.cache_points.pop(0)
             self._insert(sequence, point, supersedes=not sequence.pages.cache_points)
 
     def cache_computed(self, sequence: Sequence) -> None:
-        """Cache what a sequence that leaves its slot has computed."""
         pages = sequence.committed // self.page
         if self._caches and self._uncut_pages(sequence, pages) == pages:
             self._insert(sequence, pages)
 
     def _insert(self, sequence: Sequence, count: int, *, supersedes: bool = False) -> None:
-        """Cache its first `count` pages. The tail is still held, because pages are released from the edge of `committed`'s page."""
+        """The tail is still held, because pages are freed from `committed`'s page on."""
         *sliding, full = sequence.pages.runs
         tail = [page for run in sliding for page in run.between(first_page(run.pool.group, count * self.page), count)]
         keys = self._keys(sequence, count)
@@ -181,18 +181,14 @@ class Allocator:
 def first_page(group: KVGroup, committed: int) -> int:
     """The first table index that a sequence with `committed` computed positions holds.
 
-    The window is counted from the edge of the page of `committed`, so that whole pages and the window before them can be shared.
-    The window's worst case is the same, because the page of `committed` is held anyway.
+    The window counts from the start of `committed`'s page, so whole pages can be shared.
     """
     return group.pages_for(committed - committed % group.page, committed + 1).start
 
 
 def turn_ends(sequence: Sequence, page: int) -> set[int]:
-    """Pages up to where others may share the prompt: the end of its first turn, and of the last but one.
-
-    A turn ends at a stop id. The first turn is the system prompt with its tools; what precedes the last turn is often sent again
-    with another last message. A prompt of one turn, or without stop ids (no chat), has none.
-    """
+    """Page counts up to which others may share the prompt: the ends of its first turn (the system
+    prompt) and of its last-but-one, by stop ids."""
     tokens = np.frombuffer(sequence.tokens, np.int32, sequence.prompt)
     ends = np.flatnonzero(np.isin(tokens, tuple(sequence.params.stop_ids))) + 1
     return {int(ends[0]) // page, int(ends[-2]) // page} if len(ends) > 1 else set()

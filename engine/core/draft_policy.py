@@ -1,16 +1,7 @@
-"""How many drafts a step has: the number that takes the fewest seconds a token, by what steps took and how many drafts were right.
+"""Chooses the draft length of a step: the one with the fewest milliseconds a token, from measured
+times and acceptance.
 
-    seconds a token = ms of a step of its rows with n drafts  /  tokens that its rows give: one each, and where a sequence may
-                      + ms of the prompt tokens in it            draft the chance that its first draft is right, its first two, ...
-
-Steps are told apart by their rows, padded as ranks pad them, and by whether they have prompt tokens, with which drafts may cost
-more. One number is in force for both kinds, since what one step drafts the next one verifies. The times that ranks measured at boot
-say where to begin and how numbers differ that were never in force at these rows. What changes while a number is in force (contexts
-grow) changes the times of all. The number gives way when what it has lost against another one comes to a fifth of so many steps: a
-clear loss soon, a small one late, noise never.
-
-Which drafts were right is forgotten over some hundred steps, some thousand without drafts, and an optimistic guess takes its place:
-so no number, and no drafter, is given up for good.
+The rules are in engine/core/README.md.
 """
 
 from bisect import bisect_left
@@ -35,31 +26,23 @@ DISCOUNT = 0.9  # of what drafts promise before any was verified
 
 
 class RowTimes:
-    """Steps of one number of rows. All lists are by option.
-
-    expected  ms of a step, by the times at boot;   ms  of steps without and with prompt tokens, but for these; 0: not measured
-    chosen    the option in force;                  samples  of both kinds, of a new one
-    drafting  share of rows that may draft;         prompts    share of steps that have prompt tokens
-    loss      what the option has lost, in steps;   prompt_ms  of prompt tokens, a step on average
-    """
+    """Times of steps with one padded number of rows. Lists are by option."""
 
     def __init__(self, expected: list[float], chosen: int) -> None:
-        self.expected = expected
-        self.ms = np.zeros((2, len(expected)))
-        self.drafting = 1.0
-        self.prompts = 0.0
-        self.prompt_ms = 0.0
+        self.expected = expected  # ms of a step, by the times at boot
+        self.ms = np.zeros((2, len(expected)))  # of steps without and with prompt tokens, their own time excluded; 0: not measured
+        self.drafting = 1.0  # share of rows that may draft
+        self.prompts = 0.0  # share of steps with prompt tokens
+        self.prompt_ms = 0.0  # of prompt tokens, a step on average
         self.steps = 0
         self.begin(chosen)
 
     def begin(self, chosen: int) -> None:
-        """Another option is in force."""
         self.chosen = chosen
-        self.samples: tuple[list[float], list[float]] = ([], [])
-        self.loss = 0.0
+        self.samples: tuple[list[float], list[float]] = ([], [])  # ms, as in `ms`, of the chosen option
+        self.loss = 0.0  # accumulated, in steps
 
     def add(self, ms: float, prompt_ms: float) -> None:
-        """Add a step of the option in force that took `ms`, `prompt_ms` of them for prompt tokens."""
         kind = int(prompt_ms > 0)
         alone = max(ms - prompt_ms, 0.1 * ms)
         samples = self.samples[kind]
@@ -74,12 +57,11 @@ class RowTimes:
 
     @property
     def measured(self) -> bool:
-        """The option in force is measured."""
         return sum(map(len, self.samples)) >= MEASURED
 
     def times(self) -> np.ndarray:
-        """Mean ms of the steps of each option. One that was never in force differs from that in force as at boot; with fewer drafts
-        its prompts may cost nothing more."""
+        """Mean ms of a step for each option; an unused option keeps its ratio at boot to the chosen
+        one."""
         alone, mixed = self.ms
         shift = np.array(self.expected) - self.expected[self.chosen]
         alone = np.where(alone > 0, alone, (alone[self.chosen] or self.expected[self.chosen]) + shift)
@@ -90,8 +72,8 @@ class RowTimes:
 
 
 class DraftPolicy:
-    """Chooses each step's drafts among `options`, ascending; a single one is always chosen. `sizes`: what rows are padded to.
-    `times`: (rows, ms of a step) of each option; none: they are not known. `token_ms`: of a prompt token."""
+    """`options` are ascending. `sizes`: padded rows. `times`: (rows, ms) of each option, empty if
+    unknown."""
 
     def __init__(self, options: Sequence[int], sizes: Sequence[int], times: Sequence[Points], token_ms: float = 0.0) -> None:
         self._options, self._sizes = options, sizes
@@ -108,18 +90,16 @@ class DraftPolicy:
         self._step = 0
 
     def verified(self, drafts: int, right: int) -> None:
-        """Counts a row that had so many drafts, of which the first `right` were right."""
         self._verified[drafts] += 1
         self._right[right] += 1
 
     @property
     def positions(self) -> list[DraftPosition]:
-        """Counts, since boot, the drafts at each position that were verified, and accepted with all before them."""
         return list(map(DraftPosition, range(len(self._right)), _at_least(self._verified), _at_least(self._right)))
 
     def choose(self, rows: int) -> tuple[int, int]:
-        """Chooses the next step's drafts, by its decode rows; (drafts, index in `sizes` of the rows that they are chosen for). Rows
-        that were more a few steps ago count as many still: the number does not change from step to step where two sizes meet."""
+        """(drafts, index in `sizes`). A recent larger row count still counts, so the length does
+        not flip between two sizes."""
         if len(self._options) > 1:
             size = bisect_left(self._sizes, rows)
             self._fewer = self._fewer + 1 if size < self._size else 0
@@ -129,7 +109,6 @@ class DraftPolicy:
         return self.drafts, self._size
 
     def record(self, size: int, drafting: float, drafts: int, prompt_tokens: int, ms: float) -> None:
-        """Records a step with decode rows that took `ms`. `size`: as `choose` gave it; `drafting`: share of rows that may draft."""
         self._step += 1
         if self._step % REVIEW_INTERVAL == 0:
             self._remember()
@@ -147,7 +126,7 @@ class DraftPolicy:
             self._review(rows)
 
     def _rows(self, size: int) -> RowTimes:
-        """Returns the steps of so many rows. Before any were measured the number in force is the best by the times at boot."""
+        """Before a measurement, the length in use is the best by the times at boot."""
         rows = self._by_rows.get(size)
         if rows is None or rows.steps < MEASURED:
             count = self._sizes[size]  # the last of the times at boot is of its whole bucket
@@ -161,7 +140,7 @@ class DraftPolicy:
         return rows
 
     def _review(self, rows: RowTimes) -> None:
-        """Give way to a better number."""
+        """Replace the length by a better one."""
         rates = self._rates(rows.drafting, rows.times())
         best = int(rates.argmax())
         if not self._options[rows.chosen]:
@@ -181,11 +160,10 @@ class DraftPolicy:
 
     @property
     def tokens(self) -> list[float]:
-        """Tokens that a sequence gives on average in a step with 0, 1, ... drafts."""
+        """Mean tokens of a sequence in a step with 0, 1, ... drafts."""
         return self._tokens(1.0)
 
     def _tokens(self, drafting: float) -> list[float]:
-        """The same if such a share of rows may draft."""
         right = 1.0
         last = PRIOR_ACCEPTANCE
         tokens = [1.0]
@@ -197,7 +175,7 @@ class DraftPolicy:
         return tokens
 
     def _remember(self) -> None:
-        """Take the rows since the last time, and forget some of those before: fewer where none had a draft."""
+        """Add the new rows and decay the old ones, more slowly if no row had a draft."""
         new = np.array((self._verified, self._right)) - self._read
         self._read += new
         window = ACCEPTANCE_WINDOW
@@ -209,5 +187,4 @@ class DraftPolicy:
 
 
 def _at_least(counts: Sequence[int]) -> list[int]:
-    """How many had 1 or more, 2 or more, ..., if `counts[n]` had n."""
     return list(accumulate(reversed(counts[1:])))[::-1]

@@ -1,4 +1,5 @@
-"""The core's links: rings to the ranks and back, the front's socket, and the media that come through it."""
+"""The core's links: rings to and from the ranks, the front's socket, and media that arrive through
+it."""
 
 import select
 import socket
@@ -25,7 +26,7 @@ MAX_UNSENT_BYTES = 64 << 20  # unread answers, above which the front counts as h
 
 
 class RingExecutor:
-    """Plans go in, results come out in the same order: rings to all ranks, a ring back from rank 0."""
+    """Sends plans to all ranks; results come from rank 0 in the same order."""
 
     def __init__(self, args: BootArgs) -> None:
         waiter = Waiter(args.spin)
@@ -35,26 +36,22 @@ class RingExecutor:
         self._results = RingReader(map_shared(args.result), 1, 0)
 
     def submit(self, plan: StepPlan) -> None:
-        """Hand a plan to every rank, and after it what it encodes."""
         self._plans.write(plan.step, encode_plan(plan))
         if plan.media:
             write_media(self._media, plan.media)
 
     def submit_masks(self, masks: bytes) -> None:
-        """Hand the masks of a `masked` plan to every rank, before or after the plan itself; masks come in the order of plans."""
+        """Send the masks of a `masked` plan, before or after the plan, in the order of plans."""
         self._masks.write(self._masks.step + 1, masks)
 
     def poll(self) -> StepResult | None:
-        """The next result, if there is one."""
         record = self._results.poll()
         return None if record is None else decode_result(record[1])
 
 
 class FrontLink:
-    """The front's socket: whole messages in, buffered frames out, never blocking.
-
-    Every method raises ConnectionError when the front is gone: it closed the socket, or left answers unread in it (a reset).
-    """
+    """Whole messages in, buffered frames out, never blocking. ConnectionError when the front has
+    closed the socket or left answers unread."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -63,7 +60,7 @@ class FrontLink:
         self._unsent = bytearray()
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """The messages that have come; waits until some come, there is room to send, or `timeout_s` has passed."""
+        """Received messages. Waits for messages, for room to send, or for `timeout_s`."""
         readable, writable, _ = select.select([self._sock], [self._sock] if self._unsent else [], [], timeout_s)
         if writable:
             self.flush()
@@ -75,14 +72,14 @@ class FrontLink:
         return self._frames.feed(data)
 
     def send(self, batch: TokenBatch) -> None:
-        """Queue a batch and send what the socket takes; raises BufferError when the front has stopped reading."""
+        """Queue a batch and send what the socket takes. BufferError if the front has stopped
+        reading."""
         self._unsent += frame(encode_message(batch))
         self.flush()
         if len(self._unsent) > MAX_UNSENT_BYTES:
             raise BufferError(f"the front has left {len(self._unsent)} bytes unread")
 
     def flush(self) -> None:
-        """Send what is queued, as far as the socket takes it."""
         while self._unsent:
             try:
                 sent = self._sock.send(self._unsent)
@@ -92,10 +89,8 @@ class FrontLink:
 
 
 class ReceivedMedia:
-    """The data of media items come in pieces, before the requests that have the items. Choices of a prompt share the items.
-
-    MediaPiece ... MediaPiece   GenerateRequest ... GenerateRequest   MediaEnd
-    """
+    """Assembles media data, which arrive in pieces before their requests. A prompt's choices share
+    the items."""
 
     def __init__(self) -> None:
         self._pieces = list[bytes]()
@@ -103,7 +98,6 @@ class ReceivedMedia:
         self._items: dict[int, tuple[MediaItem, ...]] = {}
 
     def add(self, piece: MediaPiece) -> None:
-        """More of an item's data."""
         self._pieces.append(piece.data)
         if piece.is_last:
             self._data[piece.id].append(b"".join(self._pieces))
@@ -121,6 +115,6 @@ class ReceivedMedia:
         return replace(request, media=self._items[request.sent_media])
 
     def end(self, end: MediaEnd) -> None:
-        """No further request has them. If a request could not be read, perhaps none had."""
+        """Drop data that no further request needs. If a request was unreadable, there may be none."""
         self._data.pop(end.id, None)
         self._items.pop(end.id, None)

@@ -1,12 +1,9 @@
-"""The core process: messages in, plans out, results in, tokens out. `python -m engine.core.loop '<BootArgs>'`.
+"""The core process: messages in, plans out, results in, tokens out. `python -m engine.core.loop
+'<BootArgs>'`.
 
-                     Scheduler.commit  <-- RingExecutor.poll    at most two plans are out: one running, one queued
-                     Scheduler.schedule --> RingExecutor.submit; masks of a step when those of all its rows are there
-    front socket <-- one TokenBatch a turn of the loop, if there is something to tell
-    front socket --> Intake.add, Requests.abort
-
-While plans are out or threads make masks, it polls; with nothing to do it sleeps in `select` on the front socket. Any exception
-here ends the group; one raised while reading a message ends that request only.
+At most two plans are out: one running, one queued. It polls while plans are out or threads make
+masks, and otherwise sleeps in `select` on the front socket. An exception ends the group, except one
+from reading a message.
 """
 
 import gc
@@ -50,14 +47,11 @@ _TURN_BYTES = 1 << 19  # of messages between two plans: page keys of a prompt of
 
 
 class Intake:
-    """The one way by which a request enters the core: it queues new requests, and has masks made for those that need them."""
-
     def __init__(self, requests: Requests, masks: Masks) -> None:
         self._requests = requests
         self._masks = masks
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request, or refuse it if it can never run here."""
         params = request.params
         needs_masks = params.grammar is not None or params.thought is not None
         if needs_masks and not self._masks.available:
@@ -97,7 +91,7 @@ class Core:
         self._idle = True  # nothing to do until the front sends something
 
     def run(self) -> None:
-        """Serve until the front says stop; then the ranks get a stop plan."""
+        """Serve until the front says stop, then send the ranks a stop plan."""
         while not self._stopping:
             committed = self._commit()
             planned = self._plan()  # before the front is sent to and read from: ranks wait for plans
@@ -115,7 +109,8 @@ class Core:
         self._executor.submit(StepPlan(step=self._scheduler.planned + 1, stop=True))
 
     def _read(self) -> bool:
-        """Handle the front's messages; when idle, sleep on its socket. Returns whether a message came."""
+        """Handle the front's messages; when idle, sleep on its socket. Returns whether a message
+        came."""
         if not self._unread:
             self._unread.extend(self._link.receive(1.0 if self._idle else 0))
         size = 0
@@ -184,7 +179,7 @@ class Core:
         return committed
 
     def _advance_masks(self) -> None:
-        """Make and send masks first: ranks wait for those of a step that they have started."""
+        """Ranks wait for the masks of a step that they have started."""
         self._masks.advance()
         self._send_masks()
 
@@ -198,7 +193,7 @@ class Core:
         self._lifeline.status.progress(self._lifeline.args.index, planned, committed, time.monotonic_ns(), 0)
 
     def _send(self) -> None:
-        """One TokenBatch for everything that happened in this turn."""
+        """Send one TokenBatch for this turn."""
         outputs = self._requests.drain()
         started = self._requests.drain_started()
         orders = self._requests.adapter_orders()
@@ -210,14 +205,11 @@ class Core:
 
 
 class StepLog:
-    """A line a second. `load` gives the figures, times are in s."""
-
     def __init__(self, load: Callable[[], Load], now: float) -> None:
         self._load = load
         self._last, self._at = load(), now  # of the last report
 
     def report(self, now: float) -> None:
-        """Log once a second what the steps gave that have ended since the last report, if there were any."""
         if now - self._at < LOG_PERIOD_S:
             return
         load, last = self._load(), self._last
@@ -231,26 +223,25 @@ class StepLog:
 
 
 class _Identified(msgspec.Struct):
-    """A message of a request, whatever else is in it."""
+    """Any message of a request."""
 
     id: int
 
 
 def make_scheduler(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> Scheduler:
-    """The scheduler, once the pools are sized and the ranks are ready."""
     return Scheduler(config, config.kv_groups, pages, times, config.media)
 
 
 def collect_rarely() -> None:
-    """Exclude existing objects from garbage collection, and collect the rest rarely: a step makes no cycles, and a pass over every
-    sequence and cached prefix would hold up all streams."""
+    """Freeze existing objects and collect the rest rarely: a collection over every sequence and
+    prefix would delay all streams."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
 
 
 def read_vocabulary(config: EngineConfig) -> Vocabulary | None:
-    """The vocabulary for grammars; None if the checkpoint has no tokenizer, or nothing in it ends a reply."""
+    """The vocabulary for grammars; None without a tokenizer or a stop token."""
     try:
         return Vocabulary.read(Path(config.model))
     except CheckpointError as error:
@@ -259,7 +250,6 @@ def read_vocabulary(config: EngineConfig) -> Vocabulary | None:
 
 
 def serve(lifeline: Lifeline) -> None:
-    """Boot by the handshake, then run until told to stop."""
     args = lifeline.args
     config = lifeline.receive(Configure).config
     logging.basicConfig(stream=sys.stderr, format="core: %(message)s", level=logging.INFO)
@@ -279,7 +269,6 @@ def serve(lifeline: Lifeline) -> None:
 
 
 def main() -> None:
-    """Entry point of the process."""
     run(serve)
 
 

@@ -1,21 +1,9 @@
-"""Masks of the tokens that may come next, for requests with a grammar or a thinking budget; made after each of their tokens.
+"""Token masks of requests with a grammar or a thinking budget, made after each of their tokens.
 
     step n's tokens committed --> consumed --> masks of step n + 1, whose forward runs meanwhile --> sent, all of a step at once
-    drafts behind them, with result n ------->
 
-A row has a mask for its next token, and one for each token behind its drafts, made along these from a copy of the matcher. Where
-a mask is missing, since its draft may not come or there is no time, the row ends.
-
-A row is planned before its masks are made, so that it runs in every step (`MaskState.late`), with two exceptions: the first row
-waits for its grammar, which is compiled in a thread; and because ranks sample a step only when all its masks are there, a grammar
-whose last masks were slow has them made in a thread, and its rows planned afterwards, without drafts. Every masked step gets its
-record; it leaves out rows whose sequence has ended, was preempted or needs no mask any more.
-
-With a trigger, tokens are free until that id comes. Then the row in flight is dropped, and its position computed again with a mask;
-when the grammar is complete, tokens are free again. A grammar that fails, or allows no token, ends its own request.
-
-A thought whose budget may end before the next commit has its rows planned as masked: rows before the end are free, and at the end
-only the end marker may come (with a grammar: once the grammar allows it). Without a grammar they are of one token.
+A row has a mask for its next token and one after each draft token. A missing mask (the grammar
+forbids the draft, or time is up) ends the row. engine/README.md has the exceptions.
 """
 
 from array import array
@@ -44,12 +32,10 @@ GRAMMARS = 64  # compiled grammars that are kept for requests to come
 
 
 class ThoughtLimit:
-    """The thinking budget of a reply: counts tokens of thoughts as they are committed. Call `read` with every token, in order.
+    r"""The thinking budget of a reply. Call `read` with every committed token, in order.
 
-        <|channel> thought \\n  So  the  sum  is  <channel|>
+        <|channel> thought \n  So  the  sum  is  <channel|>
                    label         1   2    3    4   the token that must come with a budget of 4
-
-    `length`: tokens of its prompt, which do not count. `end`: the id that ends a thought.
     """
 
     def __init__(self, budget: ThoughtBudget, length: int) -> None:
@@ -61,16 +47,15 @@ class ThoughtLimit:
 
     @property
     def ends_at(self) -> int | None:
-        """Index in the sequence of the token that must end the thought, if none before it does; None: no thought is open."""
+        """Index of the token that must end the open thought at the latest, or None."""
         return None if self._label is None else self._length + self._label + self._left
 
     @property
     def must_end(self) -> bool:
-        """The budget of the thought is used up by the tokens that were read."""
+        """The budget is used up."""
         return self.ends_at == self._length
 
     def read(self, tokens: Iterable[int]) -> None:
-        """Counts tokens that were committed."""
         for token in tokens:
             self._length += 1
             if self._label is None:
@@ -108,8 +93,8 @@ class MaskState:
     matcher: Matcher | None = None
     masks: np.ndarray | None = None
     length: int = 0
-    slow: int = 0
-    making: "Future[np.ndarray] | None" = None
+    slow: int = 0  # tokens for which its masks still count as slow
+    making: "Future[np.ndarray] | None" = None  # the slow mask that a thread makes
 
     @property
     def grammar(self) -> str:
@@ -129,27 +114,27 @@ class MaskState:
 
     @property
     def late(self) -> bool:
-        """Its rows are planned before their masks are made: masks come while the forward runs."""
+        """Its rows are planned before their masks exist."""
         return self.ending or not self.slow
 
     def constrain(self, length: int) -> None:
-        """From now on its tokens need masks. If a row in flight gives the token at index `length`, rows in flight are dropped, and
-        their positions computed again."""
+        """If a row in flight gives the token at index `length`, drop the rows in flight and
+        recompute them."""
         self.masked = True
         self._tell(waits=not self.ending, first=length)
 
     def unconstrain(self) -> None:
-        """From now on its tokens need no mask."""
         self.masked = False
         self._tell(waits=False)
 
     def _tell(self, *, waits: bool, first: int | None = None) -> None:
-        """Tell the sequence. Its rows have no drafts while a thought may have to end, or while masks are slow."""
+        """Update the sequence. Rows have no drafts while a thought may have to end, or masks are
+        slow."""
         may_draft = not (self.masked and (self.ending or self.slow > 0))
         self.sequence.set_masks(masked=self.masked, waits=waits, may_draft=may_draft, first=first)
 
     def consume(self, tokens: "array[int]") -> "array[int]":
-        """Consume tokens of the grammar; returns those behind its end, if tokens are free there."""
+        """Feed tokens to the grammar; returns the free tokens after its end."""
         matcher = present(self.matcher)
         for count, token in enumerate(tokens, 1):
             matcher.consume(token)
@@ -158,14 +143,14 @@ class MaskState:
         return tokens[:0]
 
     def update_wait(self) -> None:
-        """Unless masks are late, the next row waits for its own: one that is made, and that no row in flight uses."""
+        """Unless masks are late, the next row waits for a mask that no row in flight uses."""
         sequence = self.sequence
         made = sequence.planned < self.length == len(sequence.tokens)
         self._tell(waits=not (self.late or made))
 
 
 class MaskedRow(NamedTuple):
-    """A planned row, of an admission. `most`: index of its first token, if no row of its sequence ever gave less than planned."""
+    """A planned row. `number`: its admission; `most`: upper bound of its first token's index."""
 
     state: MaskState
     number: int
@@ -174,12 +159,12 @@ class MaskedRow(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Its first token's index; while rows before it are in flight, an upper bound."""
+        """An upper bound while earlier rows are in flight."""
         return self.most - self.state.sequence.drafts.rejected
 
     @property
     def unmasked(self) -> bool:
-        """It needs no mask: what it gives is dropped, the grammar is complete, or the thought need not end yet."""
+        """It needs no mask: it is stale, the grammar is complete, or the thought need not end yet."""
         state, sequence = self.state, self.state.sequence
         if sequence.number != self.number or not sequence.masked:
             return True
@@ -187,18 +172,16 @@ class MaskedRow(NamedTuple):
 
     @property
     def ready(self) -> bool:
-        """The mask is there, or none is needed."""
         return self.unmasked or self.length == len(self.state.sequence.tokens) == self.state.length
 
     @property
     def masks(self) -> np.ndarray:
-        """The row's masks, as `engine.step_masks` has them."""
+        """The row's masks in the format of `engine.step_masks`."""
         masks = present(self.state.masks)[: self.width]
         return masks if len(masks) == self.width else np.concatenate([masks, np.zeros_like(masks[:1])])
 
 
 def present(value: T | None) -> T:
-    """Asserts that the value is there."""
     assert value is not None
     return value
 
@@ -277,16 +260,15 @@ class Masks:
 
     @property
     def making(self) -> bool:
-        """Whether a thread compiles a request's grammar, or makes its mask: then `advance` must be called again and again."""
+        """Whether a thread works on a grammar or mask; then keep calling `advance`."""
         return any(state.constrained and (state.matcher is None or state.making is not None) for state in self._states)
 
     @property
     def available(self) -> bool:
-        """Whether there is a vocabulary to make masks for."""
         return self._vocabulary is not None
 
     def add(self, sequence: Sequence) -> None:
-        """Make masks for a new sequence, if its request needs them: start to compile its grammar."""
+        """Make masks for a new sequence if it needs them; its grammar starts to compile."""
         grammar = sequence.params.grammar
         thought = sequence.params.thought
         if grammar is None and thought is None:
@@ -302,7 +284,6 @@ class Masks:
             self._end_thought_in_time(state)  # the prompt may leave a thought open
 
     def advance(self) -> None:
-        """Read what was committed; call it after each commit, and while something is `making`."""
         if ended := [state for state in self._states if state.sequence.ended]:
             self._states = [state for state in self._states if not state.sequence.ended]
             self._compiler.keep_turns(self._states)
@@ -315,7 +296,7 @@ class Masks:
             self._make_masks(states)
 
     def planned(self, plan: StepPlan) -> None:
-        """A masked plan was just made: `due` will give its masks."""
+        """Register a masked plan; `due` gives its masks."""
         widths = dict.fromkeys(plan.result_slots, 1) | {slot: width for slot, width, _ in plan.rows}
         rows = []
         for state in self._states:
@@ -333,7 +314,7 @@ class Masks:
             yield self._encoded(step, {row.state.sequence.slot: row.masks for row in rows if not row.unmasked})
 
     def discard(self) -> Iterator[bytes]:
-        """Empty records for the steps still planned, so that ranks can finish them; their results are not wanted."""
+        """Empty records for the planned steps, so that ranks can finish them."""
         while self._planned:
             yield self._encoded(self._planned.popleft()[0], {})
 
@@ -341,7 +322,7 @@ class Masks:
         return encode_masks(step, masks, mask_words(self._size))
 
     def _read_tokens(self, state: MaskState) -> bool:
-        """Read a sequence's new tokens; whether it needs a mask that is to be made now."""
+        """Read a sequence's new tokens; returns whether it needs a mask now."""
         making, sequence = state.making, state.sequence
         if making is not None and not making.done():
             return False
@@ -375,7 +356,8 @@ class Masks:
         return not state.slow
 
     def _read_free_tokens(self, state: MaskState, tokens: "array[int]") -> None:
-        """No grammar holds now; if the last token is the trigger, it holds from here, and starts with the next `advance`."""
+        """Outside a grammar: if the last token is the trigger, the grammar starts with the next
+        `advance`."""
         if state.trigger in tokens:
             assert tokens[-1] == state.trigger, (tokens, state.trigger)
             state.ending = False
@@ -384,7 +366,7 @@ class Masks:
             self._end_thought_in_time(state)
 
     def _end_thought_in_time(self, state: MaskState) -> None:
-        """No grammar holds now: mask the rows if one that may be planned before the next commit has to end the thought."""
+        """Outside a grammar: mask the rows if the thought may have to end before the next commit."""
         if (limit := state.limit) is None:
             return
         sequence, end, ending = state.sequence, limit.ends_at, state.ending
@@ -409,7 +391,6 @@ class Masks:
         self._requests.fail(state.sequence, str(error))
 
     def _make_masks(self, states: list[MaskState]) -> None:
-        """Make the masks of each one's next token, and of those behind its drafts."""
         matchers = [present(state.matcher) for state in states]
         drafts = [state.sequence.drafts.tokens for state in states]
         for state, matcher, masks in zip(states, matchers, present(self._vocabulary).masks(matchers, drafts), strict=True):
@@ -421,13 +402,12 @@ class Masks:
                 self._take_masks(state, masks)
 
     def _take_masks(self, state: MaskState, masks: np.ndarray) -> None:
-        """Masks are made: note whether the grammar counts as slow."""
         state.slow = SLOW_TOKENS if present(state.matcher).mask_s > SLOW_S else max(0, state.slow - 1)
         self._set_masks(state, masks)
 
     def _set_masks(self, state: MaskState, masks: np.ndarray) -> None:
-        """Masks int32 [n, words] from the next unread token on are made. Where the thinking budget is used up, only the end marker
-        may come."""
+        """Masks are int32 [n, words] from the next unread token on. A used-up budget allows only
+        the end marker."""
         if state.limit is not None:
             limit, masks = copy(state.limit), masks.copy()
             for index, bits in enumerate(masks):

@@ -1,22 +1,12 @@
 """The prefix cache: pages of both KV groups, found by the tokens up to their ends.
 
-Segments are runs of pages in a tree, found by keys. A page's key is sha256(key of the page before it, its token ids, the media
-items that stand in it), so equal keys mean equal prefixes; before the first page stands a root key made of the request's salt and
-adapter.
-
     root -- S ----+-- A ---- A'        full pages    S S S S S S A A A A' A'      kept for the whole path
       system      |                    sliding         . . . s s . . a a  .  a'   a tail at the end of S, A, A', B:
-      prompt      +-- B                                                           the window before it, and nothing else
+      prompt      +-- B                                                           only the window before it
 
-A sequence can start from where a segment ends with a tail: full layers find everything before, and sliding layers the window that
-the next position reads. Tails are left at the ends of prompts, of answers, and of the turns at which prompts are likely to part
-(`turn_ends` in core/allocator.py), so a second conversation finds the system prompt of the first. A sequence that finds more full
-pages than tails allow has found a new branch point: it computes them, and leaves a tail there. Tails are expensive (a window of all
-sliding layers), so those that a conversation has grown past are evicted first.
-
-Both groups are evicted together: a segment that leads to no tail is useless, and removed. Eviction is LRU, leaves first: using a
-segment also uses the path to it, so the oldest is never above another cached one. Half of the conversations' ends, at random, are
-spared until their next turn: strict LRU, with more conversations than fit, would evict each just before it is needed.
+A page's key is sha256(key of the page before, its token ids, its media items), so equal keys mean
+equal prefixes. A sequence can start where a segment ends with a tail. engine/README.md tells
+where tails are left, engine/core/README.md what is evicted.
 """
 
 import random
@@ -39,14 +29,13 @@ SPARED = 0.5
 
 
 def root_key(salt: str, adapter: int = NO_ADAPTER) -> bytes:
-    """The key before the first page's: requests find only pages of their own salt and adapter."""
+    """The key before the first page. Requests share pages only with equal salt and adapter."""
     return sha256(b"quartet prefix 3\0" + struct.pack("<i", adapter) + salt.encode()).digest()
 
 
 def extend_keys(
     keys: list[bytes], root: bytes, tokens: "array[int]", page: int, count: int, media: Sequence[MediaItem] = ()
 ) -> None:
-    """Append the keys of the next pages, up to `count` of them."""
     key = keys[-1] if keys else root
     size = page * tokens.itemsize
     data = tokens[len(keys) * page : count * page].tobytes()
@@ -57,7 +46,6 @@ def extend_keys(
 
 
 def _media_by_page(media: Sequence[MediaItem], page: int) -> dict[int, bytes]:
-    """Describes the media of each page in which some stand: where they do, with what spans, and their digests."""
     by_page: dict[int, bytes] = {}
     for item in media:
         described = repr((item.first, item.length, item.spans)).encode() + item.digest
@@ -67,7 +55,7 @@ def _media_by_page(media: Sequence[MediaItem], page: int) -> dict[int, bytes]:
 
 
 class Segment(msgspec.Struct, eq=False):
-    """Pages [start, start + len(keys)) of a path: one key and one full page each. `tail`: sliding pages before its end. The root is
+    """Pages [start, start + len(keys)) of a path. `tail`: sliding pages before its end. The root is
     its own parent."""
 
     parent: "Segment"
@@ -83,7 +71,7 @@ class Segment(msgspec.Struct, eq=False):
         return self.start + len(self.keys)
 
     def path(self) -> "Iterator[Segment]":
-        """Yields the segment and those above it, without the root."""
+        """The segment and its ancestors, without the root."""
         segment = self
         while segment.parent is not segment:
             yield segment
@@ -91,7 +79,6 @@ class Segment(msgspec.Struct, eq=False):
 
     @property
     def tail_keys(self) -> list[bytes]:
-        """The keys of its tail's pages."""
         keys: list[bytes] = []
         path, count = self.path(), len(self.tail or ())
         while len(keys) < count:
@@ -100,25 +87,21 @@ class Segment(msgspec.Struct, eq=False):
 
 
 def equal_keys(keys: list[bytes], others: list[bytes], offset: int = 0) -> int:
-    """How many leading `keys` equal `others` from `offset` on; by bisection, since equal keys mean equal prefixes."""
+    """How many leading `keys` equal `others` from `offset` on; by bisection, since equal keys mean
+    equal prefixes."""
     most = min(len(keys), len(others) - offset)
     return bisect_left(range(most), True, key=lambda index: keys[index] != others[offset + index])
 
 
 class PrefixCache:
-    """Segments of both pools, which are one for a model without sliding layers.
-
-    version         grows with each tail that comes or goes: so changes what can be found
-    evicted_pages   evicted since boot
-    events          learns what is removed; None: nobody listens
-    """
+    """Segments of both pools, which are one pool for a model without sliding layers."""
 
     def __init__(self, full: PagePool, sliding: PagePool, events: CacheEvents | None = None) -> None:
         self.evicted_pages = 0
         self._events = events
         self._full = full
         self._sliding = sliding
-        self.version = 0
+        self.version = 0  # changes with each tail, and so with what can be found
         self._root = Segment(cast("Segment", None), 0, [], array("i"), array("i"))
         self._root.parent = self._root
         self._order: OrderedDict[Segment, None] = OrderedDict()
@@ -128,7 +111,7 @@ class PrefixCache:
     # -- find
 
     def find(self, keys: list[bytes]) -> Hit:
-        """The longest cached prefix of `keys`; nothing is taken yet."""
+        """The longest cached prefix of `keys`. Does not allocate."""
         last, known = self._walk(keys)
         while last.tail is None:
             last = last.parent
@@ -138,7 +121,7 @@ class PrefixCache:
         return Hit(last.end, full, last.tail, known, self.version)
 
     def _walk(self, keys: list[bytes]) -> tuple[Segment, int]:
-        """(the last segment that lies wholly on the path of `keys`, full pages known of that path)."""
+        """(the last segment wholly on the path of `keys`, full pages known of that path)."""
         segment = self._root
         while segment.end < len(keys):
             child = segment.children.get(keys[segment.end])
@@ -151,7 +134,6 @@ class PrefixCache:
         return segment, segment.end
 
     def use(self, keys: list[bytes], hit: Hit) -> None:
-        """A sequence uses a hit: its path becomes the most recently used."""
         self._touch(self._walk(keys[: hit.count])[0])
 
     def _touch(self, segment: Segment) -> None:
@@ -163,10 +145,10 @@ class PrefixCache:
     # -- insert
 
     def insert(self, keys: list[bytes], full: list[int], tail: list[int], *, supersedes: bool = False) -> tuple[int, bool]:
-        """Cache the prefix of all `keys`: a full page each, and the sliding pages before its end. What is cached already stays.
+        """Cache the prefix of all `keys`: a full page each, and the sliding pages before its end.
 
-        Returns how many full pages were cached already, and whether the tail was not.
-        `supersedes`: a conversation has grown to here; tails on its path that no other branch uses are evicted first from now on.
+        Returns how many full pages were cached before, and whether the tail was new. `supersedes`:
+        earlier tails of this conversation are evicted first.
         """
         segment, known = self._grow(keys, full)
         new_tail = segment.tail is None
@@ -181,7 +163,7 @@ class PrefixCache:
         return known, new_tail
 
     def _grow(self, keys: list[bytes], full: list[int]) -> tuple[Segment, int]:
-        """The segment that ends where `keys` do, and how many pages were known; what is missing is added."""
+        """Returns the segment that ends where `keys` do, and how many pages were known."""
         segment, known = self._walk(keys)
         if segment.end < known:
             segment = self._split(segment.children[keys[segment.end]], known - segment.end)
@@ -197,7 +179,6 @@ class PrefixCache:
         return segment
 
     def _split(self, segment: Segment, count: int) -> Segment:
-        """Cut off its first `count` pages as a segment of their own, above it."""
         parent = segment.parent
         upper = Segment(parent, segment.start, segment.keys[:count], segment.pages[:count])
         parent.children[upper.keys[0]] = upper
@@ -216,11 +197,8 @@ class PrefixCache:
     # -- evict
 
     def make_free(self, pool: PagePool, count: int) -> None:
-        """Evict the least recently used segments, or tails, that have an idle page in `pool`, until `count` of its pages are free.
-        The caller has checked `available`.
-
-        If no leaf has idle full pages, that is a segment above one, whose holders computed the pages below it themselves.
-        """
+        """Evict segments or tails with an idle page in `pool` until `count` of its pages are free.
+        The caller has checked `available`."""
         while pool.free < count:
             if pool is self._full:
                 self._remove_subtree(self._oldest(self._order, lambda candidate: pool.idle_in(candidate.pages), self._touch))
@@ -230,9 +208,10 @@ class PrefixCache:
                 self._prune(segment)
 
     def discard(self, keys: list[bytes]) -> None:
-        """Forget the last segment on the path of `keys`, and all that follows it: values computed behind it were not finite.
+        """Remove the last segment on the path of `keys` and its descendants: values computed after
+        it were not finite.
 
-        Segments above it stay: others got finite values from them. If one is at fault after all, the next failure removes it.
+        Ancestors stay; if one is at fault, the next failure removes it.
         """
         segment, _ = self._walk(keys)
         if segment is not self._root:
@@ -241,7 +220,8 @@ class PrefixCache:
     def _oldest(
         self, order: "OrderedDict[Segment, None]", idle: Callable[[Segment], int], renew: Callable[[Segment], None]
     ) -> Segment:
-        """The least recently used that has an idle page and is not spared; those in use or spared become the newest."""
+        """The least recently used with an idle page that is not spared. Skipped ones become the
+        newest."""
         for _ in range(2 * len(order)):
             segment = next(iter(order))
             if idle(segment) and (segment.children or self._random.random() >= SPARED):
@@ -250,7 +230,7 @@ class PrefixCache:
         return next(segment for segment in order if idle(segment))
 
     def _prune(self, segment: Segment) -> None:
-        """Remove a segment that leads to no tail, then those above it that no longer lead to one."""
+        """Remove a segment that leads to no tail, and ancestors left without one."""
         while segment is not self._root and not segment.children and segment.tail is None:
             self._remove(segment)
             segment = segment.parent

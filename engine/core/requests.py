@@ -1,4 +1,4 @@
-"""The open requests: which wait and which run, how each one ends, and the outputs for the front.
+"""The open requests: the queue, the slots, how each ends, and the outputs for the front.
 
 received = finished + refused + aborted + failed + (waiting + running), always.
 """
@@ -31,9 +31,8 @@ MEDIA_LOST = "the request was preempted, and there was no room to keep its media
 
 
 class Requests:
-    """The queue, the slots and the outputs. `unfinished`: all requests that have not ended, by id; `waiting` and `running` ones are
-    in order of precedence. `longest`: tokens of one sequence that the pools can hold. `encoders`: of the kinds of media that the
-    model takes."""
+    """`waiting` and `running` are in order of precedence. longest: most tokens of one sequence in
+    the pools."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class Requests:
     # -- queue and slots
 
     def add(self, request: GenerateRequest) -> Sequence | None:
-        """Queue a new request, or refuse it if it can never run here: None."""
+        """Queue a request; None if it was refused because it can never run here."""
         try:
             if len(request.prompt) % 4:
                 raise InvalidRequest(f"the prompt could not be read: {len(request.prompt)} bytes are no int32 numbers")
@@ -91,8 +90,7 @@ class Requests:
         return sequence
 
     def _limit(self, request: GenerateRequest, prompt: int) -> int:
-        """Length at which the request, with so many prompt tokens, ends; InvalidRequest if it can never run here. The edge has
-        checked what does not depend on the model's tables and pools."""
+        """The length at which the request ends. InvalidRequest if it can never run here."""
         params = request.params
         if not self.adapters.is_served(request.adapter):
             raise InvalidRequest("the adapter was unloaded", code="model_not_found")
@@ -111,8 +109,8 @@ class Requests:
         return min(limit, self._longest)
 
     def _check_media(self, media: tuple[MediaItem, ...], prompt: int) -> None:
-        """Raise InvalidRequest unless the model takes the items, and they stand one after the other in the prompt, their spans in
-        them."""
+        """InvalidRequest unless the model takes the items, in order in the prompt, with their spans
+        inside."""
         end = 0
         for item in media:
             if (encoder := self.encoders.get(item.kind)) is None:
@@ -131,25 +129,23 @@ class Requests:
             end = item.end
 
     def _spans(self, media: tuple[MediaItem, ...]) -> list[tuple[int, int]]:
-        """Return the spans that a layer sees both ways, in order."""
+        """Spans with bidirectional attention."""
         bidirectional = any(pool.group.bidirectional for pool in self.allocator.pools)
         return [span for item in media for span in item.spans] if bidirectional else []
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a waiting sequence a slot under a new admission number."""
         self.waiting.remove(sequence)
         self._admissions += 1
         sequence.admit(self.free_slots.pop(), self._admissions, self.allocator.pools)
         bisect.insort(self.running, sequence, key=lambda running: running.precedence)
 
     def readmit(self, sequence: Sequence) -> None:
-        """Give a sequence that has stepped back a new admission number; it keeps its slot."""
         self._admissions += 1
         sequence.number = self._admissions
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back into the queue for lack of pages. Its tokens stay; at its next admission those that the prefix cache has lost are
-        computed again."""
+        """Requeue it for lack of pages. Its tokens stay; those not in the prefix cache are computed
+        again."""
         self.counters.preemptions += 1
         self._vacate(sequence)
         self._enqueue(sequence)
@@ -159,7 +155,7 @@ class Requests:
         bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.precedence)
 
     def _vacate(self, sequence: Sequence) -> None:
-        """Take slot and pages back; rows of this admission still in flight become stale."""
+        """Take slot and pages back; rows in flight become stale."""
         if not sequence.pages.not_finite:
             self.allocator.cache_computed(sequence)
         self.allocator.give_all(sequence)
@@ -184,7 +180,6 @@ class Requests:
     # -- outputs and ends
 
     def refuse(self, request: int, reason: str, code: str | None = None) -> None:
-        """Count and answer a request that is not let in."""
         self.counters.received += 1
         self.counters.refused += 1
         self.outputs.append(Output(request, finish=FinishReason.error, error=reason, invalid=True, code=code))
@@ -197,7 +192,6 @@ class Requests:
             self.end(sequence, Output(request, finish=FinishReason.stop if success else FinishReason.abort))
 
     def fail(self, sequence: Sequence, error: str, *, invalid: bool = False, not_finite: bool = False) -> None:
-        """End a request that cannot go on; its client gets `error`. `not_finite`: what it computed was not finite."""
         sequence.pages.not_finite = not_finite
         self.end(sequence, Output(sequence.id, finish=FinishReason.error, error=error, invalid=invalid))
 
@@ -206,7 +200,7 @@ class Requests:
         self.end(sequence, Output(sequence.id, finish=FinishReason.error, error=MEDIA_LOST, code=OVERLOADED))
 
     def end(self, sequence: Sequence, output: Output) -> None:
-        """The one place where a request ends."""
+        """The only place where a request ends."""
         assert not sequence.ended, sequence
         sequence.ended = True
         if sequence.slot >= 0:
@@ -229,12 +223,11 @@ class Requests:
         return self.adapters.orders({sequence.adapter for sequence in self.unfinished.values()})
 
     def drain_started(self) -> list[int]:
-        """Requests that were admitted for the first time since the last call."""
+        """Requests first admitted since the last call."""
         started, self.started = self.started, []
         return started
 
     def drain(self) -> list[Output]:
-        """The outputs since the last call, in order."""
         outputs, self.outputs = self.outputs, []
         return outputs
 

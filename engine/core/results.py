@@ -1,6 +1,7 @@
-"""Commits results: the plans in flight, and what their rows gave to which sequence.
+"""Commits results of plans in flight to sequences.
 
-A row belongs to an admission. A sequence that was preempted or ended since has another number, and the row's result is dropped.
+A row belongs to an admission. If its sequence was preempted or ended since, the row's result is
+dropped.
 """
 
 from collections import deque
@@ -19,7 +20,7 @@ _NOT_FINITE = "the model's logits were not finite"
 
 
 class ChunkRow(NamedTuple):
-    """A prefill chunk in flight: its sequence, admission number when planned, and end. `samples`: it gives a token."""
+    """A prefill chunk in flight. `number`: the admission; `samples`: it gives a token."""
 
     sequence: Sequence
     number: int
@@ -28,34 +29,25 @@ class ChunkRow(NamedTuple):
 
 
 class InFlightStep(msgspec.Struct):
-    """A plan whose result has not come.
-
-    rows      each decode row's sequence, its admission number when it was planned, and its width
-    size      as in DraftPolicy.choose;   drafting  its sequences that may draft
-    expected  its expected time, if a target bounds the step
-    crowded   prompts fill it, so its drafts are few
-    waiting   sequences that have no chunk in it, or a shorter one, because they wait for transfers
-    """
+    """A plan whose result has not come."""
 
     plan: StepPlan
     chunks: list[ChunkRow] = []
-    rows: list[tuple[Sequence, int, int]] = []
-    size: int = 0
-    drafting: int = 0
-    expected: Expected | None = None
-    crowded: bool = False
-    waiting: int = 0
+    rows: list[tuple[Sequence, int, int]] = []  # (sequence, admission number, width) of each decode row
+    size: int = 0  # as in DraftPolicy.choose
+    drafting: int = 0  # number of sequences that may draft
+    expected: Expected | None = None  # its expected time, if a target bounds the step
+    crowded: bool = False  # prompts fill it, so its drafts are few
+    waiting: int = 0  # sequences whose chunk was skipped or cut because they wait for transfers
 
     @property
     def result_rows(self) -> list[tuple[Sequence, int]]:
-        """The sequence of each row of the result, and its admission number when it was planned."""
+        """(sequence, admission number) of each row of the result."""
         chunks = ((chunk.sequence, chunk.number) for chunk in self.chunks if chunk.samples)
         return in_result_order(chunks, ((sequence, number) for sequence, number, _ in self.rows))
 
 
 class Results:
-    """Commits results. `in_flight`: plans sent and not yet committed, oldest first."""
-
     def __init__(self, requests: Requests, draft_policy: DraftPolicy) -> None:
         self._requests, self._draft_policy = requests, draft_policy
         self.in_flight: deque[InFlightStep] = deque()
@@ -74,8 +66,7 @@ class Results:
         return step
 
     def _commit_prompts(self, chunks: list[ChunkRow], result: StepResult) -> None:
-        """Emit logprobs of prompt tokens. A preemption drops those in flight; what the next admission computes again of those that
-        the client has is cut off."""
+        """Emit logprobs of prompt tokens. Those that were sent before a preemption are cut off."""
         rows = {(slot, number): logprobs for slot, number, logprobs in result.prompts}
         for sequence, number, _, _ in chunks if rows else ():
             logprobs = rows.get((sequence.slot, number & NUMBER_MASK))
@@ -90,7 +81,7 @@ class Results:
                 self._requests.outputs.append(Output(sequence.id, prompt_logprobs=[logprobs]))
 
     def _commit_chunks(self, chunks: list[ChunkRow], result: StepResult, indices: range) -> None:
-        """Commit the chunks. `indices`: the result's rows of those that give a token."""
+        """`indices`: of the chunks that give a token."""
         left = iter(indices)
         for sequence, number, end, samples in chunks:
             row = result.row(next(left)) if samples else None
@@ -105,7 +96,7 @@ class Results:
                 self._take(sequence, row, *_cut(sequence, row.tokens))
 
     def _commit_rows(self, rows: list[tuple[Sequence, int, int]], result: StepResult, first: int) -> None:
-        """Commit the decode rows. The loop handles the common row, of one token that ends nothing; `_fold` all others."""
+        """The loop handles one token that ends nothing; `_fold` handles other rows."""
         slots, _, counts, _, tokens = result.table[first:, :5].T.tolist()
         outputs, plain = self._requests.outputs, not result.logprobs
         for index, (row, slot, count, token) in enumerate(zip(rows, slots, counts, tokens, strict=True), first):
@@ -122,8 +113,8 @@ class Results:
         self._requests.counters.decode_tokens += sum(counts)
 
     def _fold(self, sequence: Sequence, width: int, row: ResultRow) -> None:
-        """Commit a decode row that may have several tokens, or end its sequence. What the ranks have given behind a cut is theirs
-        alone: the sequence steps back."""
+        """Commit a row with several tokens, or one that ends its sequence. After a cut the sequence
+        steps back."""
         given = len(row.tokens)
         assert given <= width, (row, width)
         taken, finish = _cut(sequence, row.tokens)
@@ -137,7 +128,6 @@ class Results:
             sequence.step_back()
 
     def _take(self, sequence: Sequence, row: ResultRow, taken: list[int], finish: FinishReason | None, drafts: int = 0) -> None:
-        """Append a row's tokens, and tell the client. Of its `drafts` those are accepted that are among the tokens."""
         assert (row.slot, row.number) == (sequence.slot, sequence.number & NUMBER_MASK), (row, sequence)
         if row.nan:
             self._requests.fail(sequence, _NOT_FINITE, not_finite=True)
@@ -164,7 +154,6 @@ class Results:
 
 
 def _note_drafts(step: InFlightStep, result: StepResult) -> None:
-    """What ranks have drafted behind the masked rows of a step."""
     drafts = result.table[:, result.table.shape[1] - step.plan.drafts :].tolist()
     for (sequence, number), drafted in zip(step.result_rows, drafts, strict=True):
         if sequence.masked and sequence.number == number:
@@ -172,7 +161,8 @@ def _note_drafts(step: InFlightStep, result: StepResult) -> None:
 
 
 def _cut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:
-    """The row's tokens up to the first that ends the sequence, and why it ends; or up to where masks may begin."""
+    """The tokens up to the one that ends the sequence, with the reason, or up to where masks may
+    begin."""
     length = len(sequence.tokens)
     may_stop = sequence.prompt + sequence.params.min_tokens
     for count, token in enumerate(tokens, 1):

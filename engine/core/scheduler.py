@@ -1,16 +1,15 @@
-"""The scheduler: requests in, plans out, results in, outputs out. Pure: no clock, no sockets, no torch.
-
-    Requests.add, abort --> schedule --> plan ... result --> commit --> Requests.drain
+"""The scheduler: requests in, plans out, results in, outputs out. Pure: no clock, no sockets, no
+torch.
 
 Per plan, in order of precedence (priority, then arrival):
 
     1. release   sliding pages that no position after the committed ones can see
-    2. run       a decode row, or a prefill chunk of its share of the step's budget, for each running sequence
-    3. admit     from the queue, while slots, pages and budget last; what is left of the budget goes to running prefills
-    4. fill      if the step is still empty, the first prefill that there are pages for
+    2. run       a decode row, or a prefill chunk of its share of the budget, for each running sequence
+    3. admit     from the queue, while slots, pages and budget last; running prefills get the rest
+    4. fill      if the step is still empty, the first prefill that has pages
 
-A sequence short of pages shrinks its chunk or row, then preempts the last one; the last one itself sits the step out. So the first
-always advances: its worst case fits the empty pools (or it was refused), and all others can be preempted.
+A sequence short of pages shrinks its chunk or row, then preempts the last sequence. The first
+always advances: its worst case fits the empty pools.
 """
 
 from itertools import takewhile
@@ -39,18 +38,17 @@ NOT_MEASURED = StepTimes((), (), (), 0.0, 0.0, 0.0, 1)
 
 
 class StepBuilder(InFlightStep, kw_only=True):
-    """A plan being made: what it leaves in flight, and what it may still get."""
+    """A plan under construction."""
 
     encoder_rows: int  # positions of media items that it may still encode
     begun: dict[Sequence, int]  # the position at which each one's chunk begins; it ends at `planned`
-    drafts: int = 0  # behind each sequence, if one may have any
+    drafts: int = 0  # of each sequence, if one may have any
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
     decode_rows: int = 0  # of sequences that decode
     most: int = 0  # tokens that prompts could have in it
 
     def encode(self, sequence: Sequence, item: MediaItem) -> bool:
-        """Plan the encode of its next item; False if there is no room for it with others."""
         if self.plan.encodes and item.length > self.encoder_rows:
             return False
         self.plan.encodes.append((sequence.slot, item.first, item.length, sequence.media.encoded))
@@ -60,13 +58,10 @@ class StepBuilder(InFlightStep, kw_only=True):
 
 
 class Scheduler:
-    """Call `schedule` for the next plan, which advances `planned` of every sequence in it, and `commit` with each plan's result, in
-    order.
+    """Call `schedule` for the next plan, and `commit` with each plan's result, in order.
 
-    pages         of each group, its null page included
-    times         what steps take: limits of their time need it, and a choice of drafts
-    encoders      as of `Requests`
-    cache_events  of the prefix cache, if a setting asks for them
+    pages  of each group, null page included
+    times  of steps, measured at boot; needed for time limits and to choose drafts
     """
 
     def __init__(
@@ -98,24 +93,24 @@ class Scheduler:
 
     @property
     def planned(self) -> int:
-        """The step of the last plan."""
         return self._plan.step - 1
 
     @property
     def in_flight(self) -> int:
-        """Plans scheduled and not yet committed."""
+        """Plans not yet committed."""
         return len(self._results.in_flight)
 
     @property
     def stuck(self) -> bool:
-        """Requests are open, nothing is in flight, and none of them waits for the host: an invariant is broken."""
+        """An invariant is broken: requests are open, nothing is in flight, and none waits for the
+        host."""
         unfinished = self.requests.unfinished.values()
         if not unfinished or self.in_flight or self.requests.adapters.placing:
             return False
         return not any(sequence.waits for sequence in unfinished)
 
     def schedule(self) -> StepPlan | None:
-        """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
+        """The next plan; None if no sequence can use a step now."""
         plan = self._plan
         step = StepBuilder(plan, encoder_rows=self.encoder_rows, begun={})
         self._admissions.new_plan(plan)
@@ -152,7 +147,6 @@ class Scheduler:
         return plan
 
     def commit(self, result: StepResult) -> None:
-        """Commit one result; results come in the order of their plans."""
         step = self._results.commit(result)
         self._pending.end(result.ended)
         if not result.took_us:
@@ -168,7 +162,6 @@ class Scheduler:
                 self._draft_policy.record(step.size, drafting, step.plan.drafts, step.plan.prompt_tokens, took_ms)
 
     def load(self) -> Load:
-        """The figures for the front's admission and for metrics."""
         requests = self.requests
         return Load(
             step=self.planned - self.in_flight,
@@ -188,13 +181,14 @@ class Scheduler:
         )
 
     def _release_waiting(self) -> None:
-        """Let sequences go on whose transfers have ended; all of them, where no decode row would be held up by the ranks' wait."""
+        """Continue sequences whose transfers have ended; all of them if no decode row would be
+        delayed."""
         if self._pending.waiting and not any(sequence.decodable for sequence in self.requests.running):
             self._pending.release_all()
         self._pending.release()
 
     def _shares(self, step: StepBuilder) -> dict[Sequence, int]:
-        """Tokens of each running prefill in this step, and of each waiting prompt that may be admitted."""
+        """Tokens of each running prefill and each waiting prompt that may be admitted."""
         prompts = self._prompts()
         for sequence in self._admissions.candidates():  # probably what was cached at its last look-up still is
             cached = sequence.pages.hit.count * self.allocator.page if sequence.pages.hit else 0
@@ -216,13 +210,12 @@ class Scheduler:
         return dict(zip(prompts, self._budget.share(list(prompts.values()), step.budget, decodes), strict=True))
 
     def _prompts(self) -> dict[Sequence, Prompt]:
-        """What each running sequence could compute now of its prompt, in order."""
         prefills = [sequence for sequence in self.requests.running if sequence.planned < sequence.target]
         return {sequence: Prompt(sequence.ready, sequence.planned) for sequence in prefills if sequence.ready > 0}
 
     def _run_all(self, step: StepBuilder, shares: dict[Sequence, int]) -> None:
-        """A row for each running sequence, in order, if it can have one and its pages: nobody is preempted for more than one
-        position; prefills get their shares of the budget."""
+        """Plan a row for each running sequence. One is preempted only for another's single
+        position."""
         add_to_plan = step.plan.rows.append
         add_row = step.rows.append
         single = self.config.widest == 1
@@ -255,7 +248,6 @@ class Scheduler:
                 add_row((sequence, sequence.number, end - planned))
 
     def _prefill(self, sequence: Sequence, share: int, step: StepBuilder, *, may_preempt: bool = True) -> None:
-        """Compute up to `share` more of its known tokens, as far as there are pages."""
         most = min(step.budget, step.scored) if sequence.reports_prompt else step.budget
         planned = sequence.planned
         least = sequence.media.uncut_ends(planned + 1)[1] - planned  # a whole span, if one begins there
@@ -282,12 +274,11 @@ class Scheduler:
             step.scored -= size if sequence.reports_prompt else 0
 
     def _encode(self, sequence: Sequence, size: int, step: StepBuilder) -> int:
-        """Plan the encodes of the media items in its next `size` positions; returns how many of these can be computed now.
+        """Plan the encodes of media items in its next `size` positions; returns how many of these
+        can be computed now.
 
-        In a step with decode rows none begins here (`_encode_ahead`), and no position of an item is computed before it is encoded,
-        nor text that is close before it: that would take a step of its own. In other steps none begins for a sequence while one
-        before it in order stands before an item: so the first in order, whomever it has preempted, waits for no encodes but those
-        that run, and its own.
+        An item and text close to it wait for its encode. With decode rows encodes begin in
+        `_encode_ahead`; otherwise none begins while an earlier sequence is at an item.
         """
         media = sequence.media
         decodes = step.decode_rows > 0
@@ -306,8 +297,7 @@ class Scheduler:
         return size
 
     def _encode_ahead(self, step: StepBuilder) -> None:
-        """In a step with decode rows, begin encodes for the sequences that stand before items, in order, whatever prompts are
-        before them. One plan's encodes run at a time, and with a target for steps one item, while steps keep to it."""
+        """One plan's encodes run at a time; with a time target, one item."""
         begins = not (self._pending.running or self._budget.holds_encodes)
         if not step.decode_rows:
             return
@@ -325,14 +315,12 @@ class Scheduler:
             self._pending.wait(sequence, self._pending.begun + bool(step.plan.encodes))
 
     def _admit(self, step: StepBuilder, shares: dict[Sequence, int]) -> None:
-        """Admit from the queue, with shares of the budget. Nobody is preempted for it: the others have rows in this plan."""
         for sequence in self._admissions.admit() if step.budget else ():
             self._prefill(sequence, shares.get(sequence, 0), step, may_preempt=False)
             if not step.budget:
                 return
 
     def _spend(self, step: StepBuilder, planned: int) -> None:
-        """Give running prefills what is left of the `planned` shares."""
         chunks = _chunks(step)
         if sum(chunk.tokens for chunk in chunks) >= planned:
             return
@@ -342,14 +330,14 @@ class Scheduler:
             self._prefill(sequence, share, step, may_preempt=False)
 
     def _run_any(self, step: StepBuilder) -> None:
-        """In an empty step, compute the first prompt that there are pages for."""
+        """In an empty step, compute the first prompt that has pages."""
         for sequence in list(self.requests.running) if step.budget else ():
             if step.begun or step.plan.rows or sequence.slot < 0:
                 return
             self._prefill(sequence, sequence.ready, step)
 
     def _preempt_for(self, sequence: Sequence, count: int) -> bool:
-        """Preempt younger sequences, youngest first, until `count` positions have pages; False if that is not enough."""
+        """False if preempting all younger sequences is not enough."""
         while self.allocator.fitting(sequence, count) < count:
             youngest = self.requests.running[-1]
             if youngest is sequence:
@@ -359,24 +347,21 @@ class Scheduler:
 
 
 def _decode_rows(decoding: list[Sequence], drafts: int) -> DecodeRows:
-    """The rows of these sequences in a step with so many drafts for each, at most."""
     verified = sum(min(drafts, sequence.drafts.planned) for sequence in decoding)
     return DecodeRows(len(decoding), sum(sequence.planned for sequence in decoding), verified, drafts)
 
 
 def _note_drafts(sequence: Sequence, step: StepBuilder) -> None:
-    """Note that its token in this step has drafts behind it, unless its next row is to have none."""
+    """Its next row verifies the drafts of this step, unless it may have none."""
     step.drafting += sequence.drafts.allowed
     sequence.drafts.planned = step.drafts if sequence.drafts.allowed else 0
 
 
 def _chunks(step: StepBuilder) -> list[Prompt]:
-    """The chunks of the plan so far."""
     return [Prompt(sequence.planned - start, start) for sequence, start in step.begun.items()]
 
 
 def _add_chunks(step: StepBuilder) -> None:
-    """Add the chunks to the plan, with the spans in each."""
     plan = step.plan
     for sequence, start in step.begun.items():
         end, samples = sequence.planned, sequence.planned == sequence.target

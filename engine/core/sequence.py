@@ -1,14 +1,12 @@
-"""One request's life: the one mutable request object of the engine.
+"""The life of a request, in the only mutable request object of the engine.
 
              admit                  schedule                            commit
     waiting ------> running: [0 ... committed) [committed ... planned) ------> committed tokens in `tokens`
        ^               |
-       +---------------+  preempt: pages and slot go back, `tokens` stay, computed again at the next admission
+       +---------------+  preempt: pages and slot are freed, `tokens` stay and are computed again
 
-`committed` is exact: the results of the positions below it are known. `planned` is an upper bound: the planned positions, if every
-draft is accepted. A row that gives fewer tokens than its width lowers it at its commit. Pages are held up to `planned`, and given
-back below the window of `committed`. At most `limit - 1` positions are computed: the last token is sampled from position
-limit - 2, and never fed back.
+`planned` assumes that every draft is accepted; a commit lowers it otherwise. At most `limit - 1`
+positions are computed: the last token is sampled from position limit - 2.
 """
 
 from array import array
@@ -24,10 +22,8 @@ from engine.protocol import MediaItem, SamplingParams
 
 
 class PageState(msgspec.Struct, eq=False):
-    """The pages that a sequence holds, and what it shares with the prefix cache. `root`: the key before its first page's."""
-
     root: bytes
-    keys: list[bytes] = []  # of its first pages: as many as were needed so far
+    keys: list[bytes] = []  # of the first pages needed so far
     hit: Hit | None = None  # the last look-up in the prefix cache, while the sequence waits
     first_cached: int = -1  # positions found in the prefix cache at the first admission; -1 before
     cache_points: list[int] = []  # page counts at which the sequence leaves a prefix in the cache, ascending
@@ -38,7 +34,6 @@ class PageState(msgspec.Struct, eq=False):
     not_finite: bool = False  # what the sequence computed was not finite
 
     def admit(self, pools: Iterable[PagePool]) -> None:
-        """Begin an admission without pages."""
         self.hit = None
         self.runs = [PageRun(pool) for pool in pools]
         self.dropped = 0
@@ -54,14 +49,13 @@ class DraftState(msgspec.Struct, eq=False):
     rejected: int = 0  # tokens by which its rows have given fewer than planned
 
     def drop(self) -> None:
-        """The next row has no drafts."""
         self.planned = 0
         self.tokens = []
 
 
 class MediaState(msgspec.Struct, eq=False):
-    """The media items of a prompt, in order. `spans`: positions that see each other both ways; neither a chunk nor a cached prefix
-    ends inside a span."""
+    """The media items of a prompt. `spans`: positions with bidirectional attention; no chunk or
+    cached prefix ends inside one."""
 
     items: tuple[MediaItem, ...]
     spans: list[tuple[int, int]]
@@ -88,19 +82,17 @@ class MediaState(msgspec.Struct, eq=False):
         return self.dropped > 0 and self.items[self.dropped - 1].end > first
 
     def last_end(self, end: int) -> int:
-        """Return the last position up to `end` at which a chunk may end: it is inside no span."""
+        """The last position up to `end` at which a chunk may end."""
         return self.uncut_ends(end)[0]
 
     def uncut_ends(self, end: int) -> tuple[int, int]:
-        """Return the nearest positions up to `end`, and from `end` on, at which a chunk may end."""
+        """The nearest positions before and after `end` at which a chunk may end."""
         index = bisect_left(self.spans, (end,))
         span = self.spans[index - 1] if index else (0, 0)
         return span if end < span[1] else (end, end)
 
 
 class Sequence(msgspec.Struct, eq=False):
-    """A request, and how far its tokens are computed. `id` is the front's."""
-
     id: int
     tokens: "array[int]"  # int32: the prompt, then the generated tokens
     prompt: int  # tokens of the prompt
@@ -134,46 +126,43 @@ class Sequence(msgspec.Struct, eq=False):
 
     @property
     def decodable(self) -> bool:
-        """A decode row can be planned now; the last decode row is that of position limit - 2."""
+        """A decode row can be planned now; the last is at position limit - 2."""
         return self.target <= self.planned < self.limit - 1 and not self.waits
 
     @property
     def ready(self) -> int:
-        """Known tokens that can be computed now. The last of them gives a token, so it waits when that token needs a mask."""
+        """Known tokens that can be computed now, without the last if its result needs a mask."""
         if not self.waits:
             return self.target - self.planned
         return 0 if "transfer" in self.waits else self.media.last_end(self.target - 1) - self.planned
 
     @property
     def before_item(self) -> bool:
-        """Its next position belongs to an item that is not encoded yet, or the item `is_near`, and the sequence waits for nothing
-        else."""
+        """Its next position is in or near an item that is not encoded, and nothing else delays it."""
         may_wait = self.ready > 0 or "transfer" in self.waits
         items = self.media.items[self.media.encoded :]
         return may_wait and any(self.planned < item.end and self.is_near(item) for item in items)
 
     def is_near(self, item: MediaItem) -> bool:
-        """The text before the item is no longer than the item: it is not worth a step of its own."""
+        """The text before the item is no longer than the item, so not worth a step of its own."""
         return item.first - self.planned <= item.length
 
     @property
     def reports_prompt(self) -> bool:
-        """Ranks report logprobs of its prompt: those of the positions that they compute."""
         return self.params.prompt_logprobs is not None
 
     @property
     def scores(self) -> bool:
-        """The client still has to get logprobs of its prompt."""
+        """The client still needs logprobs of its prompt."""
         return self.reports_prompt and self.scored < self.prompt - 1
 
     @property
     def reusable(self) -> int:
-        """Positions that may come from the prefix cache. At least one token, and all whose logprobs are wanted, are computed."""
+        """At least one token, and all with wanted logprobs, are computed."""
         return self.scored if self.scores else len(self.tokens) - 1
 
     def set_masks(self, *, masked: bool, waits: bool, may_draft: bool, first: int | None = None) -> None:
-        """Say what its masks mean for its next rows: whether these are masked, wait for a mask and may have drafts. `first`: the
-        token at this index is the first that needs a mask. If a row in flight gives that token, the rows in flight are dropped."""
+        """A row in flight that gives token `first`, which needs a mask, is dropped with later ones."""
         self.masked = masked
         self.drafts.allowed = may_draft and self.params.drafts
         if waits:
@@ -184,7 +173,6 @@ class Sequence(msgspec.Struct, eq=False):
             self.step_back()
 
     def admit(self, slot: int, number: int, pools: Iterable[PagePool]) -> None:
-        """Take a slot under a new admission number; the allocator gives it pages (`attach`)."""
         self.slot = slot
         self.number = number
         self.target = len(self.tokens)
@@ -193,8 +181,8 @@ class Sequence(msgspec.Struct, eq=False):
         self.pages.admit(pools)
 
     def step_back(self) -> None:
-        """Drop the decode rows in flight. The sequence keeps its slot and pages. It is admitted again with its next row, which
-        begins at `committed`: K and V of a position are the same when they are computed again."""
+        """Drop the decode rows in flight but keep slot and pages. It is readmitted at `committed`;
+        recomputed K and V are the same."""
         assert self.committed >= self.target, self
         self.number = 0
         self.drafts.drop()

@@ -1,27 +1,10 @@
-"""How many prompt tokens a step computes, and of which prompts: bounded by its rows, and by its time.
+"""How many prompt tokens a step computes, and of which prompts: bounded by rows and by time.
 
-    rows    what decode rows leave of `prefill_budget`; a quarter of it always belongs to prompts
-    time    a step with decode rows takes at most `longest_step_ms`: prompts get what it leaves of it, by the times that ranks
-            measured at boot. With `tpot_target_ms` such steps take that long on average. What a step leaves of the target is
-            saved, what it takes beyond it is owed; prompts get what is saved
+    rows    `prefill_budget` minus decode rows; a quarter is reserved for prompts
+    time    a step with decode rows takes at most `longest_step_ms`; with `tpot_target_ms` such steps take that long on
+            average: unused time is saved, excess is owed, and prompts get what is saved
 
-           target - step                                       a prompt that the step finishes may borrow a target; where a chunk
-    saved ---------------> [ owed ... 0 ... 1 target ] ---> chunks  is not worth a step yet (a long context must be read), time is
-                                                               saved for it, beyond a target, in steps without it
-
-A fifth of the time always belongs to prompts: a target that decode rows alone miss, or nearly, would hold prompts up and still not
-be met. There the mean step takes a quarter longer than its decode rows. Of the prompts' time a quarter is the oldest's.
-
-Encoders of pictures and sound run beside steps and make them longer. With a target an item is encoded at a time, and the next one
-when steps have made up for what they were longer than the target, but within MOST_DECODED steps.
-
-The order in which prompts share a step, and how often a request may be overtaken, are a policy, chosen by name:
-
-    arrival   strictly in order: the oldest prompt takes what it can use; if the head of the queue lacks pages, the queue waits
-    fair      shortest first, waiting prompts included; a quarter of the prompts' steps, or of their time, is the oldest's. Two
-              long prompts are computed at a time. A request may be overtaken a number of times, then the queue waits for it
-
-Precedence is by `priority` (lower first, as in vLLM), then by arrival; preemption goes in the reverse order.
+The policies `arrival` and `fair`, and the shares, are in engine/core/README.md.
 """
 
 import math
@@ -43,27 +26,20 @@ MOST_SLOWED = 4.0  # bound of a step's time relative to the expected one: a sing
 
 
 class Prompt(NamedTuple):
-    """Tokens that could be computed now, and the length of the context before them."""
-
     tokens: int
     context: int
 
 
 class Policy(NamedTuple):
-    """How prompts share a step.
+    """How prompts share a step."""
 
-    shortest_first  short prompts before long ones, else in the order of precedence
-    overtaking      how many later requests may be admitted before one that could not be
-    long            how many prompts longer than a step's budget are computed at a time
-    """
-
-    shortest_first: bool
-    overtaking: int
-    long: int
+    shortest_first: bool  # short prompts first, else by precedence
+    overtaking: int  # how many later requests may be admitted before a request
+    long: int  # how many prompts longer than a step's budget are computed at a time
 
     def order(self, prompts: list[Prompt], turn: bool) -> list[int]:
-        """The indices of prompts in the order of service: the first on its turn, so that long ones finish. `prompts`: running ones
-        by precedence, then waiting ones."""
+        """Indices in order of service; the oldest first on its `turn`. `prompts`: running by
+        precedence, then waiting."""
         return sorted(
             range(len(prompts)), key=lambda index: (turn and index > 0, self.shortest_first and prompts[index].tokens)
         )
@@ -73,24 +49,22 @@ POLICIES = {"fair": Policy(True, overtaking=64, long=2), "arrival": Policy(False
 
 
 class DecodeRows(NamedTuple):
-    """Decode rows of a step: how many sequences, and the tokens of their contexts in total. verified: drafts in these rows, in
-    total;   drafts: how many the step makes for each."""
+    """Decode rows of a step."""
 
     rows: int = 0
-    context: int = 0
-    verified: int = 0
-    drafts: int = 0
+    context: int = 0  # sum of lengths
+    verified: int = 0  # drafts in all rows
+    drafts: int = 0  # made for each sequence
 
 
 class StepEstimate:
-    """How long a step takes, while prompts are added to it.
+    """The time of a step while prompts are added.
 
-    All rows cost as much as prompt tokens, in whole tiles, and decode rows some more. Each chunk reads its context once, and each
-    of its tokens attends to it.
+    Rows cost whole tiles. Each chunk reads its context once, and each of its tokens attends to it.
     """
 
     def __init__(self, times: StepTimes, decodes: DecodeRows, slowed: float = 1.0) -> None:
-        """`slowed`: what steps take relative to `times`."""
+        """`slowed`: factor of real times to `times`."""
         self._times = times
         self._rows = decodes.rows + decodes.verified
         self._chunks = 0
@@ -104,7 +78,7 @@ class StepEstimate:
 
     @property
     def ms(self) -> float:
-        """Milliseconds of the step with all that was added. Without prompts they are `decode_ms` instead."""
+        """Milliseconds of the step. Without prompts use `decode_ms`."""
         return self._slowed * self._measured_ms
 
     @property
@@ -113,13 +87,13 @@ class StepEstimate:
         return self._rest + interpolate(self._times.prefills, -(-self._rows // tile) * tile)
 
     def add(self, tokens: int, context: int) -> None:
-        """Add a chunk of `tokens` behind `context` others."""
+        """Add a chunk of `tokens` after `context` others."""
         self._rows += tokens
         self._chunks += 1
         self._rest += self._times.read_ms * context + self._times.attend_ms * context * tokens
 
     def fitting(self, context: int, target_ms: float) -> int:
-        """The most tokens behind `context` others that can be added while the step takes at most `target_ms`."""
+        """The most tokens with which the step takes at most `target_ms`."""
         times, token_ms = self._times, self._times.attend_ms * context
         target_ms = target_ms / self._slowed - times.read_ms * context
         ends = tuple((ms + (rows - self._rows) * token_ms, float(rows)) for rows, ms in times.prefills)
@@ -138,8 +112,8 @@ def shares(
     target_ms: float = 0.0,
     whole_ms: float = 0.0,
 ) -> list[int]:
-    """Tokens of each prompt in a step that computes at most `most`. With `time`, to which they are added, the step takes at most
-    `target_ms`, or `whole_ms` as long as every prompt in it so far is finished by it."""
+    """Tokens of each prompt, at most `most`. With `time` the step takes at most `target_ms`, or
+    `whole_ms` while it finishes every prompt in it."""
     tokens = [0] * len(prompts)
     for index in order:
         length, context = prompts[index]
@@ -157,7 +131,7 @@ def shares(
 
 
 def interpolate(points: Points, x: float) -> float:
-    """The value at `x`, linear between the points and extrapolated beyond them; constant for a single point."""
+    """Linear interpolation, extrapolated beyond the points; constant for a single point."""
     if len(points) == 1:
         return points[0][1]
     after = min(max(bisect_right([known for known, _ in points], x), 1), len(points) - 1)
@@ -166,7 +140,7 @@ def interpolate(points: Points, x: float) -> float:
 
 
 def prompt_token_ms(times: StepTimes) -> float:
-    """What a prompt token adds to a step, on average; 0: not measured."""
+    """Mean cost of a prompt token; 0 if not measured."""
     if len(times.prefills) < 2:
         return 0.0
     (rows, ms), *_, (more_rows, more_ms) = times.prefills
@@ -174,14 +148,14 @@ def prompt_token_ms(times: StepTimes) -> float:
 
 
 def drafting_ms(times: StepTimes, sequences: int, drafts: int) -> float:
-    """What a step with prompt tokens that makes so many drafts for each sequence takes beyond its rows."""
+    """Time of making `drafts` drafts in a step with prompt tokens, beyond its rows."""
     if not (times.drafting and drafts):
         return 0.0
     return interpolate(times.drafting, sequences) * drafts / times.drafts[-1][0]
 
 
 class Expected(NamedTuple):
-    """A step beside decode rows: whether it has prompt tokens, how long it may take on average, and how long it should take."""
+    """Of a step with decode rows: allowed mean time and expected time."""
 
     prompts: bool
     may_take_ms: float
@@ -189,8 +163,7 @@ class Expected(NamedTuple):
 
 
 class StepBudget:
-    """`rows`: of a step with prompt tokens, decode rows included; `longest_ms`: of a step with decode rows; `target_ms`: mean time
-    of a token of a decode row. Both hold by `times`; without any, only rows bound a step."""
+    """`target_ms`: mean time a decoded token. Without `times` only rows bound a step."""
 
     def __init__(
         self, policy: Policy, rows: int, times: StepTimes | None, longest_ms: float | None, target_ms: float | None
@@ -208,22 +181,21 @@ class StepBudget:
         self._late_ms, self._decoded = 0.0, 0  # of steps with decode rows, against the target; how many since an encode began
 
     def prompt_tokens(self, decode_rows: int) -> int:
-        """Prompt tokens that a step may have with `decode_rows`."""
         return max(self._rows - decode_rows, self._rows // 4, 1)
 
     @property
     def _target_ms(self) -> float:
-        """Mean milliseconds of the steps with decode rows with which their tokens take the target; the longest step's, if fewer."""
+        """Mean ms of steps that meet the target, at most the longest step's."""
         return min(self._longest_ms, self._token_ms * self._tokens or math.inf)
 
     @property
     def _credit_ms(self) -> float:
-        """What a step may take beyond the target, if others have saved it: the target once more, but not beyond the longest."""
+        """How far a step may exceed the target on savings: by the target, within the longest step."""
         return min(MAX_CREDIT * self._target_ms, self._longest_ms - self._target_ms) if self._token_ms else 0.0
 
     def drafts_with_prompts(self, sequences: int, tokens: Sequence[float]) -> int:
-        """The drafts for each of so many sequences in steps that prompts fill, by the tokens that 0, 1, ... of them give: 0, unless
-        what they save is worth PROMPTS_WAIT times what their rows, whose places prompts lose, and making them take."""
+        """0 unless the saving is PROMPTS_WAIT times the cost of making and verifying them.
+        `tokens`: given with 0, 1, ... drafts."""
         times = self._times
         if times is None or not times.drafts:
             return len(tokens) - 1
@@ -237,33 +209,31 @@ class StepBudget:
         return max((drafts for drafts, _ in times.drafts), key=gain)
 
     def most_tokens(self, decodes: DecodeRows) -> int:
-        """The most tokens of new prompts that a step can have with these rows."""
+        """The most tokens of new prompts with these decode rows."""
         self._decodes = decodes
         most = self.prompt_tokens(decodes.rows + decodes.verified)
         return min(most, self._estimate().fitting(0, self._may_take_ms)) if self._has_target else most
 
     @property
     def holds_encodes(self) -> bool:
-        """Steps beside encoders have been longer than the target: before the next encode others make up for it."""
+        """Steps must make up an encoder's delay before the next encode."""
         return self._late_ms > 0 and self._decoded < MOST_DECODED
 
     def encodes(self) -> None:
-        """Notes that an encode begins."""
         self._decoded = 0
 
     def forget_lateness(self) -> None:
-        """Forgets by how much steps were late: no step with decode rows comes that could make up for it."""
         self._late_ms = 0.0
 
     def decoded(self, milliseconds: float, tokens: float) -> None:
-        """Notes a step whose decode rows gave so many tokens each, which ended `milliseconds` after the one before it."""
+        """The step ended `milliseconds` after the previous one and gave `tokens` a decode row."""
         self._tokens += (tokens - self._tokens) / AVERAGED_STEPS
         if self._token_ms:
             self._decoded += 1
             self._late_ms = max(-self._target_ms, self._late_ms + milliseconds - self._target_ms)
 
     def idle(self) -> None:
-        """There are no prompts: a step of decode rows alone makes up for what is owed."""
+        """Without prompts, a step of decode rows reduces what is owed."""
         self._passed = 0
         self._passed_ms = 0.0
         self._saving = False
@@ -271,8 +241,7 @@ class StepBudget:
             self._save(PROMPT_TIME_SHARE * self._target_ms)
 
     def share(self, prompts: list[Prompt], most: int, decodes: DecodeRows) -> list[int]:
-        """Tokens of each prompt in the next step, `most` in total, beside these decode rows; prompts as in `Policy.order`.
-        `share_rest` may give more in the same step, and `planned` gets the outcome."""
+        """Prompts as in `Policy.order`. `share_rest` may add to it, and `planned` gets the outcome."""
         self._decodes = decodes
         order = self._policy.order(prompts, self._oldest_first(prompts[0], most))
         if self._has_target:
@@ -286,14 +255,13 @@ class StepBudget:
         return tokens
 
     def share_rest(self, prompts: list[Prompt], most: int, chunks: list[Prompt]) -> list[int]:
-        """Further tokens for a step that has `chunks` already, in place of what other prompts could not use."""
+        """Further tokens, left by prompts that could not use theirs."""
         order = self._policy.order(prompts, False)
         if not self._has_target:
             return shares(prompts, order, most)
         return shares(prompts, order, most, self._estimate(chunks), self._may_take_ms)
 
     def planned(self, chunks: list[Prompt]) -> Expected | None:
-        """Notes the chunks that the shared step got; with a target, returns what to pass to `record`."""
         if not self._has_target:
             return None
         time = self._estimate(chunks)
@@ -304,22 +272,20 @@ class StepBudget:
         return expected
 
     def record(self, expected: Expected, milliseconds: float) -> None:
-        """Records a planned step that ended `milliseconds` after the one before it."""
         milliseconds = min(milliseconds, MOST_SLOWED * expected.step_ms)
         self._slowed *= 1 + (milliseconds / expected.step_ms - 1) / AVERAGED_STEPS
         may_take_ms = expected.may_take_ms if expected.prompts else self._mean_ms(milliseconds)
         self._save(may_take_ms - milliseconds - (expected.may_take_ms - expected.step_ms))
 
     def _save(self, milliseconds: float) -> None:
-        """Add to what is saved, or take from it. More than the credit is saved for a chunk only. Without a target nothing is
-        owed."""
+        """Add to the savings. Above the credit they grow only for a chunk."""
         saved_ms = self._saved_ms + milliseconds
         if not self._saving:
             saved_ms = min(saved_ms, max(self._saved_ms, self._credit_ms))
         self._saved_ms = saved_ms if self._token_ms else max(0.0, saved_ms)
 
     def _oldest_first(self, oldest: Prompt, most: int) -> bool:
-        """Whether the oldest prompt comes first: others have had three times the time of its next chunk."""
+        """The oldest comes first once others have had three times the time of its next chunk."""
         if self._passed < OLDEST_EVERY - 1:
             return False
         if self._passed >= MOST_PASSED or not self._has_target:
@@ -328,8 +294,8 @@ class StepBudget:
         return self._passed_ms >= (OLDEST_EVERY - 1) * (time.ms - time.decode_ms)
 
     def _within_target(self, prompts: list[Prompt], order: list[int], most: int) -> list[int]:
-        """The first prompt in order gets enough for a step, and others what is left. Otherwise time is saved for it; meanwhile
-        prompts that the step finishes are served, unless they have passed it too often."""
+        """Serve the first prompt if its share is worth a step; otherwise save time for it, and
+        serve prompts that end in this step."""
         first, may_take_ms = order[0], self._may_take_ms
         whole_ms = may_take_ms + self._credit_ms
         tokens = shares(prompts, order, most, self._estimate(), may_take_ms, whole_ms)
@@ -342,7 +308,7 @@ class StepBudget:
         return [0] * len(prompts)
 
     def _enough(self, prompt: Prompt, most: int) -> int:
-        """Tokens that are worth a step: as many as take twice the prompt time of the fewest."""
+        """Tokens worth a step: those that take twice the time of the fewest."""
         fewest = min(prompt.tokens, max(1, most // MIN_CHUNK_DIVISOR))
         time = self._estimate()
         least = self._estimate([Prompt(fewest, prompt.context)])
@@ -350,16 +316,14 @@ class StepBudget:
 
     @property
     def _has_target(self) -> bool:
-        """Whether a target bounds the step: without decode rows nothing streams."""
+        """Without decode rows no target bounds the step."""
         return self._times is not None and self._decodes.rows > 0 and self._target_ms < math.inf
 
     def _mean_ms(self, decode_ms: float) -> float:
-        """Milliseconds that a step may take on average, whose decode rows alone take `decode_ms`."""
         return max(self._target_ms, decode_ms / (1 - PROMPT_TIME_SHARE))
 
     @property
     def _may_take_ms(self) -> float:
-        """Milliseconds that the next step may take."""
         return self._mean_ms(self._estimate().decode_ms) + self._saved_ms
 
     def _estimate(self, chunks: Iterable[Prompt] = ()) -> StepEstimate:

@@ -1,1 +1,1 @@
-"""What runs in the replica: the client of the core, prompts to token ids, and token ids to text."""
+"""The replica's side: the core's client, prompts to token ids, token ids to text."""

@@ -1,6 +1,6 @@
-"""A JSON Schema of an answer, as llguidance takes it: what it would get wrong is said in other words, or refused by name.
+"""Prepares an answer's JSON Schema for llguidance: what it would get wrong is rewritten or refused.
 
-JSON may have one space after a comma or colon: a model that has learned to write one loses its thread without it. Models that
+JSON may have one space after a comma or colon: models that learned it fail without, and models that
 may write any white space write it without end.
 """
 
@@ -22,15 +22,14 @@ _COMBINED = ("allOf", "not", "if", "dependentSchemas")
 _BRANCHES = ("anyOf", "oneOf", "$ref")
 _VALUES = frozenset(("const", "enum", "default", "examples"))
 _MOST_CHOICES = 200_000  # a tenth of a second
-_KEY_PATTERNS = 128  # of a schema, that stand beside named properties: each takes a millisecond
+_KEY_PATTERNS = 128  # of a schema with named properties: each takes a millisecond
 _SPACING = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 
 
 def json_rule(schema: Schema) -> str:
-    """The right side of a rule for JSON by a schema. InvalidRequest: it cannot be kept."""
     check_patterns(schema)
     kept = _changed({**schema, "nullable": False}, as_json_schema)  # references begin at the root
-    if "$id" in schema:  # of a schema inside it says nothing: check_patterns has refused references there
+    if "$id" in schema:  # an inner schema's has no effect: check_patterns has refused references there
         kept["$id"] = schema["$id"]
     kept = _changed(kept, _Keywords().checked)
     kept = _changed(kept, partial(_without_one_of, kept, Comparison()))
@@ -40,13 +39,14 @@ def json_rule(schema: Schema) -> str:
 
 
 class _Keywords:
-    """Checks what llguidance accepts and then fails to write, in all objects of one schema."""
+    """Checks what llguidance accepts and then fails to write."""
 
     def __init__(self) -> None:
         self._key_patterns = 0
 
     def checked(self, schema: JsonObject) -> JsonObject:
-        """The same schema, without a `format` that no text of its `pattern` has. InvalidRequest names the keyword."""
+        """The schema, without a `format` that conflicts with its `pattern`. InvalidRequest names
+        the keyword."""
         if "multipleOf" in schema:
             _check_multiple(schema)
         pattern = schema.get("pattern")
@@ -59,7 +59,8 @@ class _Keywords:
         return schema
 
     def _check_key_patterns(self, schema: Schema) -> None:
-        """llguidance begins a key by a pattern that only keys match which have been written, and finds no end of it."""
+        """llguidance starts a key by a pattern that only already written keys match, and never ends
+        it."""
         names = schema.get("properties")
         named = " | ".join(map(json.dumps, names)) if isinstance(names, Mapping) else ""
         for pattern in schema["patternProperties"]:
@@ -69,7 +70,7 @@ class _Keywords:
                 continue
             self._key_patterns += 1
             if self._key_patterns > _KEY_PATTERNS:
-                raise InvalidRequest(f"more than {_KEY_PATTERNS} times the schema keyword 'patternProperties' beside 'properties'")
+                raise InvalidRequest(f"more than {_KEY_PATTERNS} times the schema keyword 'patternProperties' with 'properties'")
             with suppress(SchemaError):  # llguidance says why
                 if not compiles(f"TEXT\nTEXT: {lark_regex(searched(pattern))} & ~({named})"):
                     raise InvalidRequest(
@@ -94,7 +95,7 @@ def _with_format_that_fits(schema: JsonObject) -> JsonObject:
 
 
 def _without_one_of(root: Schema, comparison: Comparison, schema: JsonObject) -> JsonObject:
-    """With anyOf for oneOf, where that is the same: llguidance compares no references."""
+    """Replace oneOf by anyOf where that is equivalent: llguidance compares no references."""
     branches = schema.get("oneOf")
     if isinstance(branches, list) and "anyOf" not in schema and comparison.are_apart(branches, root):
         schema["anyOf"] = schema.pop("oneOf")
@@ -102,12 +103,12 @@ def _without_one_of(root: Schema, comparison: Comparison, schema: JsonObject) ->
 
 
 class _Combination(Exception):
-    """A schema says something of an object that another one describes, too."""
+    """A schema extends an object that another one describes."""
 
 
 def _close(schema: JsonObject) -> JsonObject:
-    """What has `properties` is an object, and has no more than these where it does not say what others may be, as in calls: a model
-    that may write any key writes keys without end."""
+    """Treat `properties` as an object without other keys unless it allows them: models that may
+    write any key never stop."""
     properties = schema.get("properties")
     if schema.keys() & _COMBINED or (properties and schema.keys() & _BRANCHES):
         raise _Combination
@@ -119,7 +120,6 @@ def _close(schema: JsonObject) -> JsonObject:
 
 
 def _changed(schema: Any, change: Callable[[JsonObject], JsonObject]) -> Any:
-    """A schema, each object in which is what `change` makes of it, the innermost first."""
     if isinstance(schema, list):
         return [_changed(item, change) for item in schema]
     if not isinstance(schema, Mapping):
@@ -133,8 +133,7 @@ def _changed(schema: Any, change: Callable[[JsonObject], JsonObject]) -> Any:
 
 
 def _choices(schema: Any, root: Any, known: dict[str, float]) -> float:  # noqa: C901 - a case for each keyword
-    """A bound of what llguidance tries for a character of one string: each part of a pattern with each of all others that hold.
-    `known`: of what references point at."""
+    """Bounds llguidance's work for a character: each part of a pattern times all others that hold."""
     if isinstance(schema, list):
         return max((_choices(branch, root, known) for branch in schema), default=1)
     if not isinstance(schema, Mapping):
@@ -163,6 +162,7 @@ def _choices(schema: Any, root: Any, known: dict[str, float]) -> float:  # noqa:
 
 
 def check_patterns(schema: Any) -> None:
-    """InvalidRequest: one string has so many patterns that a character could take a core minutes, and gigabytes; RecursionError."""
+    """InvalidRequest if one string's patterns could cost a core minutes and gigabytes;
+    RecursionError."""
     if _choices(schema, schema, {}) > _MOST_CHOICES:
         raise InvalidRequest("by the schema's allOf, $ref and branches one string has to match too many or too long patterns")

@@ -2,19 +2,17 @@
 
     {city:<|"|>Paris<|"|>,days:3,at:{lat:48.9}}        ->        {"city":"Paris","days":3,"at":{"lat":48.9}}
 
-A reader in the form of coroutines: it yields where it needs more text. JSON goes out once it is certain, and depends on the text
-only, not on the pieces that it comes in. What models were seen to write instead is understood:
+JSON goes out once it is certain, whatever the pieces. It also reads what models were seen to write:
 
     key:Paris, France<|"|>,            the first marker is missing: the string goes up to the next one
-    key:<|"|>say <|"|>hi<|"|>.<|"|>    a marker inside a string stands for ": one ends it only where the notation can go on
+    key:<|"|>say <|"|>hi<|"|>.<|"|>    a marker inside a string stands for "
     key:"a", key:'a', "key":1          JSON's and Python's quotes
     (key=1), ({"key":1}), {{key:1}}    Python's and JSON's calls
     key:<|"|>a<|"|>b:2, [1,,2]         commas too few or too many
-    {key}                              a key without a value: null
-    key:anything else                  a string
+    {key}, key:anything else           null, a string
 
-So whatever the model wrote, the arguments of a call that it ended are a JSON object. Of a call that a limit of tokens cut, nothing
-is closed and what was not certain yet is left out: the beginning of a command may be another command.
+A call that the token limit cut is not closed, and uncertain text is left out: half a command may be
+another command.
 """
 
 import json
@@ -50,10 +48,8 @@ Reading = Generator[None, None, T]
 
 
 class ArgumentsParser:
-    """One call's arguments after their opening bracket. Feed it text, with MARK for quote markers; `take` gives the JSON.
-
-    in_string  markers other than the quote are text now
-    """
+    """Feed it text after the opening bracket, with MARK for quote markers; `take` gives the JSON.
+    in_string: other markers are text now."""
 
     def __init__(self, schema: ValueSchema, opener: str = "{") -> None:
         self.in_string = self._streams = False  # in a string that goes out as it comes
@@ -71,7 +67,7 @@ class ArgumentsParser:
 
     @property
     def rest(self) -> str:
-        """The text behind the closing bracket, once `ended`."""
+        """The text after the closing bracket, once `ended`."""
         return self._text[self._at :].replace(MARK, QUOTE)
 
     def take(self) -> str:
@@ -91,7 +87,7 @@ class ArgumentsParser:
         next(self._reading, None)
 
     def end(self, *, cut: bool = False) -> None:
-        """Nothing more comes. What is open is closed, unless it was `cut` by a limit of tokens."""
+        """End of input. What is open is closed, unless `cut` by the token limit."""
         self._final, self._cut = True, cut
         self._resume("")
         if not cut:
@@ -101,7 +97,7 @@ class ArgumentsParser:
     # --- the text ---
 
     def _more(self) -> Reading[bool]:
-        """Wait for more text; False: nothing more comes."""
+        """Wait for more text; False at the end."""
         if self._final:
             return False
         yield
@@ -109,7 +105,6 @@ class ArgumentsParser:
         return True
 
     def _char(self, skipped: re.Pattern[str]) -> Reading[str]:
-        """The next character that is not skipped; "": nothing more comes."""
         while True:
             self._at = end_of(skipped, self._text, self._at)
             if self._at < len(self._text):
@@ -118,7 +113,7 @@ class ArgumentsParser:
                 return ""
 
     def _look(self, decide: Callable[[str], T | None]) -> Reading[T | None]:
-        """What `decide` says of the text ahead, once it can say; None: it never can."""
+        """What `decide` says of the text ahead, once it can; None if it never can."""
         while True:
             ahead = self._text[self._at : self._at + LOOK_AHEAD]
             decided = decide(ahead)
@@ -126,7 +121,7 @@ class ArgumentsParser:
                 return decided
 
     def _next_mark(self) -> Reading[int]:
-        """Where the next marker stands; -1: nothing more comes, and there is none."""
+        """The position of the next marker, or -1."""
         mark = self._text.find(MARK, self._at)
         if mark < 0 and not self._final:
             pieces = [self._text[self._at :]]
@@ -183,7 +178,6 @@ class ArgumentsParser:
             self._out.append("null")
 
     def _begin(self, container: Container) -> None:
-        """Put out the comma before a member or an element."""
         if container.begun:
             self._out.append(",")
         container.begun += 1
@@ -203,13 +197,13 @@ class ArgumentsParser:
             yield from self._bare(schema)
 
     def _put(self, value: str) -> None:
-        """Put out a value, or its beginning."""
         if self._open[-1].is_array:
             self._begin(self._open[-1])
         self._out.append(value)
 
     def _string(self, quote: str, schema: ValueSchema) -> Reading[None]:
-        """A string after its first quote. It goes out as it comes, unless the schema allows none or there are escapes to read."""
+        """A string after its first quote. It streams, unless the schema forbids strings or escapes
+        must be read."""
         streams = quote == MARK and schema.allows("string")
         if streams:
             self._put('"')
@@ -237,7 +231,7 @@ class ArgumentsParser:
             self._put(_quoted("".join(out), quote, schema))
 
     def _bare(self, schema: ValueSchema) -> Reading[None]:
-        """A number, a word, or a string without its first quote, or without both: the next marker tells which of these."""
+        """A number, a word, or a string without one or both quotes: the next marker tells."""
         container = self._open[-1]
         delimited = yield from self._look(DELIMITED[container.closers[-1]].match)
         literal = _literal(delimited[1], schema) if delimited else None
@@ -258,7 +252,7 @@ class ArgumentsParser:
 
 
 def _quoted(text: str, quote: str, schema: ValueSchema) -> str:
-    """A string as JSON; where the schema allows none, what it says if that is allowed."""
+    """A string as JSON; where the schema forbids strings, its value if that is allowed."""
     inside = f'"{json_inside(text, quote)}"'
     if not schema.allows("string"):
         content: str = json.loads(inside)
@@ -269,7 +263,7 @@ def _quoted(text: str, quote: str, schema: ValueSchema) -> str:
 
 
 def _literal(text: str, schema: ValueSchema) -> str | None:
-    """A number or a word in JSON; None: it is a string, also if the schema wants one."""
+    """A number or word in JSON; None for a string, also one that the schema wants."""
     word = text.strip()
     if not schema.allows("string"):
         word = _PYTHON_WORDS.get(word, word)

@@ -1,13 +1,12 @@
-"""Tool calls as a grammar: what Gemma 4's notation lets a model write of the declared tools, by their schemas.
+"""Tool calls as a grammar: what Gemma 4's notation allows for the declared tools' schemas.
 
     call: <[48]> called
     called: "call:" (tool_0 | tool_1) <[49]>
     tool_0: "get_weather" object_2
     object_2: "{" "city:" any_string ("," "days:" number_3)? "}"       keys in the order in which templates render them
 
-Only declared properties can be written, where a schema has `properties` and does not say what others may be; of a tuple all
-elements that it names. A keyword that the notation cannot keep is refused by name, or, where the schema is not strict, left out and
-named in the log; the others are kept.
+Only declared properties can be written, unless the schema says what others may be. A keyword that
+the notation cannot enforce is refused in strict schemas, and in others left out and logged.
 """
 
 import json
@@ -47,7 +46,7 @@ _KEYWORDS: Mapping[str, tuple[str, ...]] = {
 }
 _BARE_KEY = re.compile(r"""(?!\s)[^"':=,{}\n]+(?<!\s)""")  # what reads as a key without quotes
 _REFERRING = ("$ref", "anyOf", "oneOf", "allOf")
-# All by which a schema refuses values: a keyword that is none of them is an annotation, JSON Schema's own or anybody's.
+# All keywords by which a schema refuses values; any other is an annotation.
 _CONSTRAINTS = frozenset(chain(("type", "const", "enum"), _REFERRING, *_KEYWORDS.values(), (
     "not", "if", "contains", "uniqueItems", "additionalItems", "unevaluatedItems", "minProperties", "maxProperties",
     "propertyNames", "patternProperties", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
@@ -58,7 +57,7 @@ _OPENING = frozenset((
     *_REFERRING, "if", "patternProperties", "unevaluatedProperties", "dependentSchemas", "dependencies", "$dynamicRef",
 ))  # fmt: skip
 _DEPTH, _RULES, _PATTERNS = 64, 2048, 128
-_BYTES = MAX_GRAMMAR_BYTES // 2  # of arguments' rules: beside them there is room for the tools' names and an answer's form
+_BYTES = MAX_GRAMMAR_BYTES // 2  # of arguments' rules; the rest is for the tools' names and an answer's form
 
 _FREE = rf"""
 value: any_string | any_number | any_boolean | any_null | any_object | any_array
@@ -77,14 +76,15 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarTooLarge(SchemaError):
-    """A tool's rules would be more than a grammar has room for."""
+    pass
 
 
 class CallGrammar:
-    """Rules for calls of some tools; `text` has them all, `call` is one call, `called` one behind the marker that begins it."""
+    """`text` has all rules, `call` is one call, `called` one after its marker."""
 
     def __init__(self, markers: Markers, tools: Mapping[str, Any], strict: Collection[str] = ()) -> None:
-        """`tools`: parameters' schemas by name. What cannot be kept is left free; of `strict` ones it is an InvalidRequest."""
+        """`tools`: parameter schemas by name. InvalidRequest for `strict` ones that cannot be
+        enforced."""
         self._quote = f"<[{markers.quote}]>"
         self._rules: list[str] = []
         self._bytes = 0
@@ -140,8 +140,7 @@ class CallGrammar:
         self._rules.append(rule)
 
     def _value(self, schema: Any, depth: int) -> str:
-        """The right side of a rule for a value of this schema. Of arguments that need not be kept, a keyword that cannot be is left
-        out, and the schema is any value of its types where it is no keyword alone."""
+        """Unless strict, unsupported keywords are left out, or the value is free within its types."""
         try:
             return self._by_schema(schema, depth)
         except GrammarTooLarge:
@@ -177,9 +176,9 @@ class CallGrammar:
         known = {keyword, "type", *(() if keyword in _REFERRING else (*OF_STRINGS, *NUMERIC))}
         _only(schema, known, keyword if "properties" in schema else None)
         inside = ValueSchema({keyword: schema[keyword]}, self._root)
-        beside = ValueSchema({"type": schema.get("type")})
-        if keyword in _REFERRING and not all(map(beside.allows, inside.types or ())):
-            raise SchemaError(f"the schema keyword {keyword!r} with types other than the 'type' beside it", keyword)
+        outer = ValueSchema({"type": schema.get("type")})
+        if keyword in _REFERRING and not all(map(outer.allows, inside.types or ())):
+            raise SchemaError(f"the schema keyword {keyword!r} with types other than its own 'type'", keyword)
         match keyword:
             case "$ref":
                 return self._reference(str(schema["$ref"]), depth)
@@ -192,7 +191,7 @@ class CallGrammar:
         return _either([self._value(branch, depth + 1) for branch in _branches(schema, keyword)])
 
     def _reference(self, reference: str, depth: int) -> str:
-        """A schema that refers to itself is a rule that does."""
+        """A recursive schema is a recursive rule."""
         key = f"{id(self._root)}{reference}"
         if key not in self._referred:
             target = _target(self._root, reference)
@@ -201,7 +200,6 @@ class CallGrammar:
         return self._referred[key]
 
     def _constants(self, schema: Schema) -> Iterator[str]:
-        """Yields the values of enum or const that what stands beside does not refuse."""
         values = ValueSchema(schema).listed_values
         if any(isinstance(value, dict | list) for value in values):
             raise SchemaError("an object or array in enum or const", "enum", "const")
@@ -225,7 +223,7 @@ class CallGrammar:
         return f"any_{kind}"
 
     def _number(self, kinds: Schema, schema: Schema) -> str:
-        """What is of `kinds` and, if it is a number, within the bounds that stand beside. SchemaError: nothing is."""
+        """A value of `kinds`, numbers within the schema's bounds. SchemaError: no value fits."""
         bounds = {name: schema[name] for name in NUMERIC if name in schema}
         rule = f"%json {json.dumps({**kinds, **bounds})}"
         if bounds and not (has_few_digits(bounds.get("multipleOf", 1)) and compiles(rule)):
@@ -274,25 +272,25 @@ class CallGrammar:
         return self._rule("member", f"{json.dumps(key + ':')} ({self._value(schema, depth + 1)})")
 
     def _members(self, members: Sequence[tuple[str, bool]], more: str) -> str:
-        """Members in order, those that are not required left out or not, commas between what is there; then any of `more`."""
-        behind = f'("," {more})*' if more else ""  # what may come when something has come, and when nothing has
-        first = f"({more} {behind})?" if more else ""
+        """Members in order, optional ones perhaps left out, with commas; then any of `more`."""
+        rest = f'("," {more})*' if more else ""  # what may come when something has come, and when nothing has
+        first = f"({more} {rest})?" if more else ""
         for name, required in reversed(members):
-            begun = f"{name} {behind}"
+            begun = f"{name} {rest}"
             first = begun if required else f"({begun} | {first})" if first else f"({begun})?"
-            behind = self._rule("more", f'"," {name} {behind}' if required else f'("," {name})? {behind}')
+            rest = self._rule("more", f'"," {name} {rest}' if required else f'("," {name})? {rest}')
         return first
 
 
 def _only(schema: Schema, known: Collection[str], to_blame: str | None = None) -> None:
-    """SchemaError: the schema has a keyword beside the `known` ones. `to_blame`: what is to be left out instead."""
+    """SchemaError for a keyword outside `known`. `to_blame`: the keyword to leave out instead."""
     for keyword in schema:
         if keyword in _CONSTRAINTS and keyword not in known:
             raise SchemaError(f"the schema keyword {keyword[:100]!r}", to_blame or keyword)
 
 
 def _without(schema: Any, keywords: Sequence[str], depth: int) -> Schema | None:
-    """The schema without these keywords; it allows no less. None: it has none of them."""
+    """The schema without these keywords, which allows no less; None if it has none."""
     dropped = set(keywords).intersection(schema if isinstance(schema, Mapping) else ())
     if not dropped:
         return None
@@ -314,18 +312,17 @@ def _without(schema: Any, keywords: Sequence[str], depth: int) -> Schema | None:
 
 @lru_cache(maxsize=256)
 def _note_freed(keyword: str) -> None:
-    """Say it once in a process, whichever tools have the keyword."""
+    """Log it once in a process."""
     logger.warning("the grammar of tool calls does not hold the schema keyword %r in some schemas that are not strict", keyword)
 
 
 def _branches(schema: Schema, keyword: str) -> list[Any]:
-    """The schemas of anyOf, oneOf or allOf, each with the type that stands beside them."""
     kind = {"type": schema["type"]} if "type" in schema else {}
     return [{**kind, **branch} if isinstance(branch, Mapping) else branch for branch in schema[keyword]]
 
 
 def _target(root: Any, reference: str) -> Any:
-    """Follow a reference. SchemaError: it points at nothing, or at further references without end."""
+    """Follow a reference. SchemaError: no target, or an endless chain."""
     target = following = referred(root, reference)
     for _ in range(_DEPTH):
         if not isinstance(following, Mapping) or "$ref" not in following:

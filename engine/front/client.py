@@ -1,12 +1,8 @@
-"""The engine as the replica sees it: submit a request, stream what it gives, abort it, know that the engine is gone.
+"""The engine as the replica sees it: submit, stream, abort, and notice its end. Use it from one
+event loop.
 
-    client = EngineClient(group.front_socket)
-    await client.start()
-    stream = client.generate(prompt, params)                   submits
-    stream.take()                                              all that has come since the last one, as one Output
-
-Runs on one event loop and is called from it only. A request leaves `open` only when the core has ended it (or the core is gone), so
-that RequestStarted and RequestFinished agree with the core's counters.
+A request leaves `open` only when the core has ended it or is gone, so events agree with the core's
+counters.
 """
 
 import asyncio
@@ -132,7 +128,7 @@ class EngineClient(asyncio.Protocol):
         return stream
 
     def abort(self, request: int, reason: AbortReason) -> None:
-        """Ask the core to end a request; does nothing if it has ended, or was aborted before."""
+        """Ask the core to end a request; no effect if it has ended or was aborted."""
         stream = self._requests.get(request)
         if stream is None or stream.aborted is not None:
             return
@@ -141,7 +137,7 @@ class EngineClient(asyncio.Protocol):
             self._send(Abort(request, reason))
 
     def health(self) -> None:
-        """Raises EngineDead once the group is gone."""
+        """EngineDead once the group is gone."""
         if self.dead is not None:
             raise EngineDead(self.dead)
 
@@ -153,7 +149,7 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def waiting_since(self) -> int | None:
-        """The time (monotonic nanoseconds) since which at least one request has always been open; None: none is."""
+        """Monotonic nanoseconds since which a request has always been open, or None."""
         return self._waiting_since if self._requests else None
 
     def change_adapter(self, change: AdapterChange) -> None:
@@ -161,7 +157,7 @@ class EngineClient(asyncio.Protocol):
         self._send(change)
 
     def report(self) -> None:
-        """Ask for the core's figures; they come as `load` and an EngineLoad event."""
+        """Ask for the core's figures, which come as `load` and an EngineLoad event."""
         self._send(Control("report"))
 
     def stop(self) -> None:
@@ -169,7 +165,7 @@ class EngineClient(asyncio.Protocol):
         self._send(Control("stop"))
 
     def fail(self, reason: str) -> None:
-        """The group is gone: every open and future stream raises EngineDead(reason). The first reason stays."""
+        """The group is gone: open and future streams raise EngineDead with the first reason."""
         if self.dead is not None:
             return
         self.dead = reason
@@ -190,7 +186,6 @@ class EngineClient(asyncio.Protocol):
     # -- from the core
 
     def data_received(self, data: bytes) -> None:
-        """Take what the socket gave."""
         for message in self._frames.feed(data):
             try:
                 batch = decode_token_batch(message)
@@ -208,7 +203,6 @@ class EngineClient(asyncio.Protocol):
                 self.on_orders(batch.adapters)
 
     def _output(self, output: Output) -> None:
-        """Handle one request's output; ignored if the request has ended here."""
         stream = self._requests.get(output.id)
         if stream is None:
             return
@@ -220,11 +214,10 @@ class EngineClient(asyncio.Protocol):
             reason = aborted if output.finish is FinishReason.abort else output.finish
             self._end(output.id, cast("Outcome", reason.value), None)  # outcomes have the names of both kinds of reasons
         if stream.push(output) > MAX_PILED_TOKENS and output.finish is None:
-            stream.fail(SlowReader(f"the reader is more than {MAX_PILED_TOKENS} tokens behind"))
+            stream.fail(SlowReader(f"the reader has left more than {MAX_PILED_TOKENS} tokens unread"))
             self.abort(output.id, AbortReason.slow_reader)
 
     def _started(self, request: int) -> None:
-        """The core has scheduled a request for the first time; no event if it is being aborted."""
         stream = self._requests.get(request)
         if stream is None:
             return
@@ -234,7 +227,6 @@ class EngineClient(asyncio.Protocol):
             self._sink(Scheduled(request, now - clock.submitted))
 
     def _count_tokens(self, outputs: Sequence[Output]) -> None:
-        """Count the tokens of one message, and report them; not those of requests that have ended or are being aborted."""
         now = monotonic()
         total = 0
         gaps = list[float]()
@@ -256,7 +248,7 @@ class EngineClient(asyncio.Protocol):
             self._sink(Tokens(total, gaps))
 
     def _end(self, request: int, outcome: Outcome, error: Exception | None) -> None:
-        """The one place where a request leaves `open`."""
+        """The only place where a request leaves `open`."""
         stream = self._requests.pop(request)
         if error is not None:
             stream.fail(error)
@@ -270,7 +262,7 @@ class EngineClient(asyncio.Protocol):
         self._sink(RequestFinished(request, outcome, count, ttft, tpot, e2e, clock.queue_s))
 
     def _interval(self, before: Load | None, load: Load) -> float | None:
-        """Seconds since the last report of a step, if `load` has a new step and there was work in between."""
+        """Seconds since the last reported step, if there is a new one and work in between."""
         last_step = before.step if before is not None and before.running + before.waiting else None
         if load.step == last_step:
             return None
@@ -279,7 +271,7 @@ class EngineClient(asyncio.Protocol):
         return None if last_step is None else now - since
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The socket ended. The process watcher may report a more specific cause: it has EOF_GRACE_S to do so."""
+        """The socket ended. The process watcher has EOF_GRACE_S to report a specific cause."""
         ended = exc is None or isinstance(exc, ConnectionError)  # reset: it left messages unread
         reason = "the core ended" if ended else f"the core's socket broke: {exc}"
         asyncio.get_running_loop().call_later(EOF_GRACE_S, self.fail, reason)
@@ -287,13 +279,12 @@ class EngineClient(asyncio.Protocol):
     # -- to the core
 
     def _send(self, message: FrontMessage) -> None:
-        """Write a message; ValueError: it is too large."""
+        """ValueError: the message is too large."""
         assert self._transport is not None, "EngineClient.start has not run"
         if not self._transport.is_closing():
             self._transport.write(frame(encode_message(message)))
 
     def _send_with_media(self, request: GenerateRequest, media: tuple[MediaItem, ...]) -> None:
-        """Send a request once its media are sent. ValueError: they are too large."""
         size = sum(len(item.data) for item in media)
         if size > MAX_MESSAGE_BYTES:
             raise ValueError(f"media of {size} bytes exceed {MAX_MESSAGE_BYTES}")
@@ -305,7 +296,7 @@ class EngineClient(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Write more of the media, in each turn of the loop as much as keeps the socket busy."""
+        """Write more of the media in each turn of the loop, enough to keep the socket busy."""
         assert self._transport is not None
         message = None if self._is_paused or self._transport.is_closing() else self._media.next()
         self._is_pumping = message is not None
@@ -314,11 +305,9 @@ class EngineClient(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._pump)
 
     def pause_writing(self) -> None:
-        """The socket takes no more now."""
         self._is_paused = True
 
     def resume_writing(self) -> None:
-        """The socket takes more."""
         self._is_paused = False
         if not self._is_pumping:
             self._pump()

@@ -1,9 +1,9 @@
-"""What a request demands of its reply, as the engine keeps it: an answer's form, which tools are called, how long it may think.
+"""What a request demands of its reply: form, tool calls, thinking budget.
 
-    tool_choice   without an answer's form               with one
-    none          free                                   the form
-    auto          free; each call that begins is kept    the form, or calls
-    required      calls                                  calls
+tool_choice   without an answer's form               with one
+none          free                                   the form
+auto          free; each call that begins is kept    the form, or calls
+required      calls                                  calls
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from engine.protocol import Grammar, ThoughtBudget
 
 
 class ToolChoice(NamedTuple):
-    """`names`: only these tools may be called, None: all that are declared. `one`: a single call."""
+    """`names`: allowed tools, None for all. `one`: a single call."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     names: tuple[str, ...] | None = None
@@ -27,8 +27,8 @@ class ToolChoice(NamedTuple):
 
 
 class Constraints(NamedTuple):
-    """`answer`: rules of engine.front.grammar, None: any text. `arguments`: what of a call's arguments is kept; off: in calls that
-    the model begins by itself nothing is, not even names. `budget`: the most tokens of its thoughts, their labels apart."""
+    """`arguments`: how much of a call is enforced; off: nothing of the model's own calls. `budget`:
+    most tokens of thoughts."""
 
     tools: Tools
     choice: ToolChoice
@@ -37,7 +37,6 @@ class Constraints(NamedTuple):
     budget: int | None
 
     def grammar(self, markers: Markers, prompt: Sequence[int], *, thinking: bool) -> Grammar | None:
-        """The grammar of the reply to `prompt`; None: anything may come. InvalidRequest: it cannot be kept."""
         thought = Thought.forced if thinking else Thought.none
         if markers.open_thought(prompt) is not None:
             thought = Thought.begun
@@ -59,7 +58,7 @@ class Constraints(NamedTuple):
         return Grammar(grammar(markers, answer, thought))
 
     def thought_budget(self, text: TextProcessor, markers: Markers, prompt: Sequence[int]) -> ThoughtBudget | None:
-        """Tokens that the reply to `prompt` may think; None: without limit."""
+        """Tokens that the reply to `prompt` may think; None: no limit."""
         if self.budget is None:
             return None
         label = len(text.encode(LABEL, add_bos=False))
@@ -70,11 +69,11 @@ class Constraints(NamedTuple):
 
     @property
     def unrequested(self) -> bool:
-        """Nothing of the grammar was asked for: it only helps the model to write calls well."""
+        """The grammar only helps the model to write calls; the client asked for none."""
         return self.choice.mode == "auto" and self.choice.names is None and self.answer is None and not self.tools.strict
 
     def looser(self) -> "Constraints | None":
-        """The same with less of calls' arguments kept; None: what is left was asked for."""
+        """The same with less enforced of calls; None if the rest was asked for."""
         if self.arguments == "strict":
             return self._replace(arguments="names")
         return self._replace(arguments="off") if self.unrequested and self.arguments == "names" else None

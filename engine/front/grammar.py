@@ -1,9 +1,7 @@
-"""What a reply must look like, as one grammar: a thought first, where thinking is on, then an answer of some form, or tool calls.
+"""A reply as one grammar: a thought first, with thinking, then an answer or tool calls.
 
-    start: <[100]> "thought\\n" thought <[101]> answer            answer: %json {...}, a regex, words, Lark, or calls
-
-Where a grammar leaves no choice, the model still chooses its tokens: to force the tokenizer's, llguidance would tokenize all that
-follows at each token, under the interpreter's lock, which the whole batch waits for (6 ms of 10 kB).
+The model also chooses forced tokens: otherwise llguidance would tokenize all that follows at each
+token, under the interpreter's lock (6 ms for 10 kB).
 """
 
 import enum
@@ -35,12 +33,11 @@ Thought = enum.Enum("Thought", "none optional forced begun")
 
 
 def json_answer(schema: Schema) -> str:
-    """JSON by a schema."""
     return f"answer: {json_rule(schema)}"
 
 
 class Structure(NamedTuple):
-    """A part of a structural tag: JSON by `schema` between two texts; `trigger` is how `begin` begins."""
+    """Part of a structural tag: JSON between two texts; `begin` starts with `trigger`."""
 
     trigger: str
     begin: str
@@ -49,7 +46,6 @@ class Structure(NamedTuple):
 
 
 def tagged_answer(structures: Sequence[Structure]) -> str:
-    """Free text in which every trigger begins one of its structures."""
     rules = ["answer: (" + " | ".join(f"tag_{index}" for index in range(len(structures))) + ")* FREE", r"FREE: /(.|\n)*/"]
     for index, structure in enumerate(structures):
         texts = structure.begin.removeprefix(structure.trigger), structure.end
@@ -60,7 +56,7 @@ def tagged_answer(structures: Sequence[Structure]) -> str:
 
 
 def regex_answer(pattern: str) -> str:
-    """Text that matches a regular expression from its first to its last character."""
+    """Text that matches the whole expression."""
     return f"answer: ANSWER\nANSWER: {lark_regex(pattern)}"
 
 
@@ -71,7 +67,7 @@ def choice_answer(choices: Sequence[str]) -> str:
 
 
 def lark_answer(grammar: str) -> str:
-    """A grammar of the client's own, in Lark with a rule `start`, or in GBNF with a rule `root`."""
+    """A client's grammar: Lark with rule `start`, or GBNF with rule `root`."""
     rules = (grammar if _LARK.search(grammar) else _from_gbnf(grammar)).replace("%llguidance {}", "", 1)
     if "&" in _QUOTED.sub("", rules):
         raise InvalidRequest("& between terminals may take for ever: write ~(~A | ~B) for A & B")
@@ -82,7 +78,7 @@ def lark_answer(grammar: str) -> str:
 
 
 def _from_gbnf(grammar: str) -> str:
-    """Translate to Lark. It takes the square of the rules' number, so that there is a bound."""
+    """Translate to Lark. Quadratic in the rules' number, hence bounded."""
     if len(grammar) > _MAX_GBNF or grammar.count("::=") > _MAX_GBNF_RULES:
         most = f"{_MAX_GBNF} characters or {_MAX_GBNF_RULES} rules"
         raise InvalidRequest(f"GBNF of more than {most}: write it in Lark, with a rule start")
@@ -95,7 +91,6 @@ def _from_gbnf(grammar: str) -> str:
 
 
 def calls_answer(calls: CallGrammar, most: int | None, answer: str | None = None) -> str:
-    """One call or more, `most` of them; or an answer of a form, where that is one."""
     some_calls = f"call{{1,{'' if most is None else most}}}"
     if answer is None:
         return f"answer: {some_calls}\n{calls.text}"
@@ -103,12 +98,12 @@ def calls_answer(calls: CallGrammar, most: int | None, answer: str | None = None
 
 
 def begun_call(calls: CallGrammar) -> str:
-    """A whole grammar of what follows the marker that begins a call."""
+    """The grammar after the marker of a call."""
     return f"{_HEAD}start: called\n{calls.text}"
 
 
 def grammar(markers: Markers | None, answer: str, thought: Thought) -> str:
-    """The whole of it. Without markers, as in completions, there are no thoughts."""
+    """The whole grammar. Without markers, as in completions, there are no thoughts."""
     if markers is None:
         return f"{_HEAD}start: answer\n{answer}\n"
     inside = f"thought <[{markers.end_thought}]>"

@@ -1,4 +1,4 @@
-"""Whether a grammar can be kept, before its request is let in: compiled elsewhere, in bounded time, the verdict remembered."""
+"""Checks a grammar before its request is admitted, in bounded time."""
 
 import asyncio
 import hashlib
@@ -16,8 +16,7 @@ _AT_ONCE = 4
 
 
 class GrammarCheck:
-    """`complaint` says, in bounded time, what of a grammar cannot be kept; None: nothing. It is called in threads, for clients
-    in turn."""
+    """`complaint` says why a grammar cannot be kept, or None; it runs in threads, clients in turn."""
 
     def __init__(self, complaint: Callable[[str], str | None]) -> None:
         self._complaint = complaint
@@ -27,7 +26,7 @@ class GrammarCheck:
         self._waiting = Share(_WAITING)
 
     async def check(self, rules: str, param: str, client: str) -> None:
-        """Raises InvalidRequest that says under `param` what of the grammar cannot be kept; Overloaded: too many others wait."""
+        """InvalidRequest names `param`. Overloaded: too many wait."""
         if len(rules) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(f"{param}: its grammar is larger than {MAX_GRAMMAR_BYTES} bytes", param=param)
         key = hashlib.sha256(rules.encode()).digest()
@@ -40,7 +39,7 @@ class GrammarCheck:
             raise InvalidRequest(f"{param}: {wrong}", param=param)
 
     def _task(self, rules: str, key: bytes, client: str) -> asyncio.Task[str | None]:
-        """The compilation under way for the client. Nobody waits for another client's, whose turn may come late."""
+        """The client's own running compilation: another client's may come late."""
         if (client, key) not in self._tasks:
             if not self._waiting.take(client, 1):
                 raise Overloaded("too many grammars are being compiled")

@@ -1,6 +1,6 @@
-"""Media on their way to the core, in pieces, so that neither the loop nor other requests wait for them.
+"""Sends media to the core in pieces, so that neither the loop nor other requests wait.
 
-The choices of a request have the same media, which are sent once. What needs them waits here until they are sent.
+A request's choices share media, sent once. Requests wait here for their media.
 """
 
 from collections import deque
@@ -15,8 +15,6 @@ Media = tuple[MediaItem, ...]
 
 @dataclass
 class _Sending:
-    """Media that are sent as `id`, and the frames of requests that follow them."""
-
     id: int
     media: Media
     pieces: Iterator[bytes]
@@ -25,25 +23,23 @@ class _Sending:
 
 
 class MediaQueue:
-    """Frames for the core's socket, one at a time."""
-
     def __init__(self) -> None:
         self._ids = count(1)
         self._sendings = deque[_Sending]()
 
     def add(self, media: Media) -> int:
-        """Send the media, unless those added last are the same tuple; returns what they are sent as."""
+        """Send media unless they are the last tuple added; returns their id."""
         if not self._sendings or self._sendings[-1].media is not media:
             number = next(self._ids)
             self._sendings.append(_Sending(number, media, _pieces(number, media)))
         return self._sendings[-1].id
 
     def follow(self, request: int, message: bytes) -> None:
-        """Send the frame of a request after the media added last."""
+        """Send a request's frame after the last media."""
         self._sendings[-1].followers[request] = message
 
     def abort(self, request: int, message: FrontMessage) -> bool:
-        """Send its abort after a request that waits here; False: it does not."""
+        """Send an abort after a request that waits here; False if it does not."""
         sending = next((sending for sending in self._sendings if request in sending.followers), None)
         if sending is None:
             return False
@@ -51,7 +47,7 @@ class MediaQueue:
         return True
 
     def next(self) -> bytes | None:
-        """What to write next: a piece, or all requests that have waited for the media. None: nothing waits."""
+        """A piece, or all requests that waited for the media; None if empty."""
         if not self._sendings:
             return None
         sending = self._sendings[0]
@@ -63,7 +59,6 @@ class MediaQueue:
         return b"".join([*sending.followers.values(), *sending.aborts, end])
 
     def clear(self) -> None:
-        """Nobody reads it any more."""
         self._sendings.clear()
 
 

@@ -1,6 +1,6 @@
-"""Lexical rules of Gemma 4's notation of a tool call's arguments: where a key, a value or a string ends; and JSON strings.
+"""Lexical rules of Gemma 4's notation of call arguments, and JSON strings.
 
-In the text that is read, MARK stands for the quote marker, which is a token id: a `<|"|>` spelled in ordinary tokens is text.
+MARK stands for the quote marker, a token id: a `<|"|>` in ordinary tokens is text.
 """
 
 import json
@@ -47,7 +47,8 @@ LOOK_AHEAD = 256  # characters that are looked at before they are read: longer k
 
 @dataclass(slots=True)
 class Container:
-    """An open object or array: the brackets that end it in the model's text (of doubled ones both), and the one in JSON."""
+    """An open object or array: closing brackets in the model's text (of doubled ones both), and in
+    JSON."""
 
     closers: list[str]
     json: str
@@ -57,25 +58,23 @@ class Container:
 
     @property
     def is_array(self) -> bool:
-        """Whether its values have no keys."""
         return self.json == "]"
 
 
 def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where a match at `at` ends; `at` itself if there is none."""
+    """The end of a match at `at`, or `at` without a match."""
     match = pattern.match(text, at)
     return match.end() if match else at
 
 
 def key_of(text: str, closer: str) -> str | None:
-    """The key that the text begins with; None: its separator or the closing bracket is not there yet."""
+    """The key at the start of the text; None if its end has not come."""
     key = text[: end_of(KEY_TEXT[closer], text, 0)]
     half_quoted = text[:1] in ('"', "'", MARK) and text.find(text[0], 1) < 0
     return key if len(key) < len(text) and not half_quoted else None
 
 
 def end_of_bare_string(text: str, at: int, stop: int, container: Container) -> int | None:
-    """Where the comma before the next key or element stands, or the closing bracket; None: neither is there before `stop`."""
     depth = 0
     for match in _BRACKETS.finditer(text, at, stop):
         char, start = match[0], match.start()
@@ -88,15 +87,13 @@ def end_of_bare_string(text: str, at: int, stop: int, container: Container) -> i
 
 
 def string_begins_behind(text: str, container: Container) -> bool:
-    """Whether a quote marker after `text`, a value without quotes, begins a new string rather than ends this value."""
+    """Whether a quote marker after `text` begins a new string rather than ends this value."""
     return _BEFORE_STRING[container.json].search(text[-LOOK_AHEAD:]) is not None
 
 
 def string_is_over(text: str, containers: Sequence[Container]) -> bool | None:
-    """Whether a quote ends its string: valid notation follows, closing brackets and then a comma with a key or an element.
-
-    None: too little text to tell.
-    """
+    """Closing brackets, then a comma with a key or element, follow a quote that ends its string.
+    None: too little text."""
     at = 0
     for container in reversed(containers):
         for closer in reversed(container.closers):
@@ -112,7 +109,7 @@ def string_is_over(text: str, containers: Sequence[Container]) -> bool | None:
 
 
 def _key_follows(text: str, at: int, container: Container) -> bool | None:
-    """After a comma, any plain key; without one, or for keys with spaces or markers, only one that is to be expected."""
+    """After a comma, any plain key; otherwise only an expected one."""
     if _NEXT_KEY.match(text, at):
         return True
     other = _OTHER_KEY.match(text, at)
@@ -122,7 +119,6 @@ def _key_follows(text: str, at: int, container: Container) -> bool | None:
 
 
 def without_quotes(key: str) -> str:
-    """A key without quotes of any kind."""
     key = key.strip()
     if key[:1] == MARK or (len(key) > 1 and key[0] == key[-1] and key[0] in "\"'"):
         return key.strip(key[0])
@@ -134,7 +130,7 @@ def json_string(text: str) -> str:
 
 
 def json_inside(text: str, quote: str = MARK) -> str:
-    """The inside of that string; text between plain quotes keeps the model's own escapes."""
+    """The inside of a JSON string; text between plain quotes keeps the model's escapes."""
     if quote == MARK:
         return json_string(text)[1:-1]
     parts = _ESCAPE.split(text.replace("\\'", "'"))

@@ -1,4 +1,4 @@
-"""What a reply is made of, as typed parts: text of the answer, text of a thought, a tool call, more of a call's arguments."""
+"""The typed parts of a reply."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -9,19 +9,19 @@ from engine.protocol import FrozenStruct
 
 
 class Content(FrozenStruct):
-    """Text of the answer itself."""
+    """Text of the answer."""
 
     text: str
 
 
 class Reasoning(FrozenStruct):
-    """Text of a thought, which comes before the answer."""
+    """Text of a thought."""
 
     text: str
 
 
 class ToolCallStart(FrozenStruct):
-    """A call begins; its arguments follow. `index`: its place among the reply's calls; `id`: no other call has it."""
+    """A call begins. `index`: among the reply's calls; `id`: unique."""
 
     index: int
     id: str
@@ -29,7 +29,7 @@ class ToolCallStart(FrozenStruct):
 
 
 class Arguments(FrozenStruct):
-    """More of the arguments of call `index`: JSON text, which is only complete once the call is."""
+    """More JSON of call `index`, complete only with the call."""
 
     index: int
     text: str
@@ -39,7 +39,7 @@ Part = Content | Reasoning | ToolCallStart | Arguments
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The same parts; neighbours of one kind are one part. Between the arguments of two calls a ToolCallStart stands."""
+    """Merge neighbours of one kind."""
     made = []
     for _, group in groupby(parts, type):
         run = list(group)

@@ -1,21 +1,18 @@
-"""Parses a reply, token by token, into content, thoughts and tool calls, by Gemma 4's markers, which are token ids.
+r"""Parses a reply into content, thoughts and tool calls, by Gemma 4's markers, which are token ids.
 
-    <|channel>thought\\n ... \\n<channel|>  Sure.  <|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>
+    <|channel>thought\n ... \n<channel|>  Sure.  <|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>
               Reasoning                   Content             ToolCallStart, Arguments ...
-
-A marker is one token; the same characters in ordinary tokens are text. Each token is read once, and batching does not matter.
-Nothing is lost: what turns out to be no call becomes content, with its markers written out.
 
     state           text is                                            left by
     content         content                                            <|channel>, and with tools <|tool_call>
-    label           "thought\\n", the channel's name                    its end, or anything else
-    thought         reasoning; one final newline belongs to the marker <channel|>, <|tool_call>
+    label           "thought\n", the channel's name                    its end, or anything else
+    thought         reasoning                                          <channel|>, <|tool_call>
     gap             white space, or `call:NAME{` without its marker    text that is neither
     head            a call's name                                      { or (, or text that is no name
     more_arguments  for ArgumentsParser                                the closing bracket, <tool_call|> outside of strings
 
-A state is the method that reads its text, and returns what of it is for the next one. `gap` is where a call may begin: at the start
-of the answer, after a thought, after a call. There models may omit its marker.
+A state is the method that reads its text, and returns the text for the next. What is no call
+becomes content, with its markers.
 """
 
 import re
@@ -49,7 +46,7 @@ _BOUNDARIES = ("<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>")
 
 
 class Markers(NamedTuple):
-    """The token ids that give a reply its structure."""
+    """The token ids that structure a reply."""
 
     begin_thought: int
     end_thought: int
@@ -60,7 +57,7 @@ class Markers(NamedTuple):
 
     @classmethod
     def of(cls, text: TextProcessor) -> Self:
-        """The markers of a checkpoint. CheckpointError: its vocabulary lacks some."""
+        """CheckpointError: the vocabulary lacks some."""
         names = (*_MARKERS, *_BOUNDARIES)
         known = {name: number for name in names if (number := text.control_id(name)) is not None}
         if absent := _MARKERS.keys() - known.keys():
@@ -69,7 +66,6 @@ class Markers(NamedTuple):
         return cls(**{field: known[name] for name, field in _MARKERS.items()}, boundaries=boundaries)
 
     def open_thought(self, prompt: Sequence[int]) -> Sequence[int] | None:
-        """The tokens of a thought that the prompt leaves open; None: it leaves none open."""
         for index in range(len(prompt) - 1, -1, -1):
             if prompt[index] in self.boundaries:
                 return prompt[index + 1 :] if prompt[index] == self.begin_thought else None
@@ -77,15 +73,12 @@ class Markers(NamedTuple):
 
 
 def _head_of(text: str) -> re.Match[str] | None:
-    """The text as a call's head, or the beginning of one; None: it is none."""
     return _HEAD.fullmatch(text) if len(text) <= _HEAD_CHARACTERS else None
 
 
 class ReplyParser:
-    """Parser of one reply. Calls are looked for only with `tools`; `show_special`: other control tokens appear in the content.
-
-    reasoning_tokens  of the tokens pushed, markers included;   calls  that have begun;   ended_calls  that are complete
-    """
+    """Calls are parsed only with `tools`; `show_special`: other control tokens appear in the
+    content. reasoning_tokens include markers."""
 
     def __init__(
         self,
@@ -135,7 +128,8 @@ class ReplyParser:
         return self._take()
 
     def end(self, *, cut: bool) -> list[Part]:
-        """The reply has ended. `cut`: by its token limit; then half a name is dropped, and arguments are not completed."""
+        """The end. `cut` by the token limit: half a name is dropped, and arguments are not
+        completed."""
         if self._state != self._head or not cut:
             self._read(self._detokenizer.flush())
         if self._arguments is not None:
@@ -202,7 +196,7 @@ class ReplyParser:
             self.reasoning_tokens += tokens
 
     def _read(self, text: str) -> None:
-        """Read text, behind what was held of the text before."""
+        """Read held text, then `text`."""
         while text:
             text, self._held = self._held + text, ""
             text = self._state(text)
@@ -247,7 +241,7 @@ class ReplyParser:
         return ""
 
     def _end_thought(self) -> None:
-        """The newline before the marker belongs to the template, and so does a label without newline."""
+        """The newline before the marker, or a label without newline, belongs to the template."""
         if self._state == self._label and self._held != LABEL.rstrip():
             self._reason(self._held)
         self._held = ""
@@ -289,7 +283,7 @@ class ReplyParser:
         return ""
 
     def _called(self, head: str) -> str | None:
-        """The tool that the text after <|tool_call> names; without `call:` only a declared one. None: it names none."""
+        """The tool named after <|tool_call>, or None; without `call:` only a declared one."""
         match = _head_of(head)
         if match is None or not match["name"]:
             return None
@@ -305,7 +299,7 @@ class ReplyParser:
         self._call_is_open = True
 
     def _no_call(self) -> None:
-        """The text held as the head of a call is content."""
+        """The held head of a call is content."""
         marker = str(self._pieces[self._markers.begin_call]) if self._state == self._head else ""
         self._content(marker + self._held)
         self._held, self._state = "", self._content
@@ -316,7 +310,7 @@ class ReplyParser:
         return self._end_arguments(complete=True) if self._arguments.ended else ""
 
     def _end_open_call(self, *, complete: bool) -> None:
-        """If there is one; and those that begin in what it leaves unread."""
+        """End an open call, and those that begin in its unread text."""
         while self._arguments is not None:
             self._read(self._end_arguments(complete=complete))
 
@@ -336,7 +330,6 @@ class ReplyParser:
             self._parts.append(Arguments(self.calls - 1, json_text))
 
     def _end_call(self) -> None:
-        """End the call at <tool_call|>."""
         if self._state == self._head:
             name = self._called(self._held)
             if name is None:

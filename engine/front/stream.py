@@ -1,8 +1,4 @@
-"""One request's outputs on their way to their one reader.
-
-The writer (an EngineClient, or a fake of it) pushes Outputs; what the reader has not taken piles up as one. The reader is called
-when there is something to `take`, and leaves by `abort` or by the end.
-"""
+"""One request's outputs on their way to its reader, merged until it takes them."""
 
 from collections.abc import Callable
 
@@ -14,8 +10,6 @@ _ADDED = ("tokens", "logprobs", "prompt_logprobs", "cached", "accepted", "reject
 
 
 class Clock(msgspec.Struct):
-    """The clock points of one request (drawn in engine/events.py), None until they come; updated in place."""
-
     submitted: float
     scheduled: float | None = None
     first: float | None = None
@@ -29,11 +23,10 @@ class Clock(msgspec.Struct):
 
 
 class Stream:
-    """One request as its one reader sees it: Outputs, the last of which has `finish`.
+    """One request as its reader sees it. `take` raises InvalidRequest (refused), GenerationFailed
+    (this request failed, or its reader was slow) or EngineDead.
 
-    `take` raises InvalidRequest (refused), GenerationFailed (this request, or its reader was too slow) or EngineDead. `on_ready`
-    is called, in the writer's turn, whenever there is more to take; the reader sets it. `aborted`: why the core was asked to end
-    the request, if it was; the writer sets it.
+    The reader sets `on_ready`, called in the writer's turn; the writer sets `aborted`.
     """
 
     def __init__(self, request: int, abort: Callable[[int, AbortReason], None], clock: Clock) -> None:
@@ -47,7 +40,8 @@ class Stream:
         self.on_ready: Callable[[], None] = lambda: None  # the reader is busy with something else, and will look
 
     def push(self, output: Output) -> int:
-        """The writer's side: more for the reader. Returns how many tokens it has not read; nothing piles up once it has left."""
+        """Writer: more output. Returns the unread tokens; nothing accumulates after the reader
+        left."""
         if self._left or self._error:
             return 0
         self._piled = piled = output if self._piled is None else _joined(self._piled, output)
@@ -55,13 +49,14 @@ class Stream:
         return len(piled.tokens)
 
     def fail(self, error: Exception) -> None:
-        """The writer's side: nothing more comes. What has come may still be read, then `error` is raised."""
+        """Writer: the end. Received output may still be read, then `error` is raised."""
         if self._error is None and not (self._piled and self._piled.finish):
             self._error = error
             self.on_ready()
 
     def abort(self, reason: AbortReason) -> None:
-        """The reader leaves; the core is told, unless the request has ended. Idempotent: the first reason counts."""
+        """The reader leaves; the core is told unless the request has ended. The first reason
+        counts."""
         if self._left:
             return
         self._left = True
@@ -70,11 +65,11 @@ class Stream:
 
     @property
     def ready(self) -> bool:
-        """Whether `take` gives something, or raises. Logprobs of the prompt wait for the first tokens, to come as a whole."""
+        """Whether `take` returns or raises. Prompt logprobs wait for the first tokens."""
         return bool(self._left or self._error or (self._piled and (self._piled.tokens or self._piled.finish)))
 
     def take(self) -> Output | None:
-        """What has come since the last call, once it is `ready`; None once the reader has left."""
+        """All new output, once `ready`; None once the reader has left."""
         if self._left:
             return None
         if self._error and not (self._piled and self._piled.tokens):

@@ -1,10 +1,8 @@
-"""What a JSON Schema says of a string, as regular expressions that all of it matches: its length, its pattern, its format.
+r"""A JSON Schema's constraints of a string as regular expressions: length, pattern, format.
 
-    {"pattern": "^a|b$", "maxLength": 9}        ->        (?:(?:a)(.|\\n)*|(.|\\n)*(?:b))    and    (.|\\n){0,9}
-
-A pattern is searched for in a string, unless it is anchored; its \\d, \\w and \\s are ASCII's, as ECMA-262 has them. Of
-FORMATS nothing can be written that their usual readers refuse; any other format says nothing. Each expression is of the kind that
-llguidance compiles, which neither looks around nor back: SchemaError names what cannot be said so.
+A pattern is searched for unless anchored; \d, \w and \s are ASCII, as in ECMA-262. FORMATS allow
+nothing that usual readers refuse; other formats are ignored. SchemaError names look-arounds and
+back-references.
 """
 
 import re
@@ -24,11 +22,11 @@ _LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
 _REFERS = re.compile(r"\\[1-9bBk]")
 _ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": r"\t\n\v\f\r "}
 _BYTES = LLTokenizer("byte")
-_IN_CLASS = re.compile(r"(\\.)(-(?!\]))?", re.DOTALL)  # an escape; a hyphen behind one of _ASCII is no range
+_IN_CLASS = re.compile(r"(\\.)(-(?!\]))?", re.DOTALL)  # an escape; a hyphen after one of _ASCII is no range
 
 
 class SchemaError(ValueError):
-    """A schema that cannot be kept; the message names the keyword. Without its `keywords` the rest can be kept."""
+    """The message names the keyword. The schema without its `keywords` can be enforced."""
 
     def __init__(self, message: str, *keywords: str) -> None:
         super().__init__(message)
@@ -36,8 +34,7 @@ class SchemaError(ValueError):
 
 
 def expressions(schema: Mapping[str, Any]) -> list[str]:
-    """Regular expressions, all of which a string of this schema, whose `enum` is of strings, matches from its first to its last
-    character. SchemaError."""
+    """Expressions that a whole string of this schema matches; an `enum` is of strings. SchemaError."""
     regexes = [searched(schema["pattern"])] if "pattern" in schema else []
     if "enum" in schema:
         escaped = (re.sub(r"\W", lambda char: f"\\x{{{ord(char[0]):x}}}", text) for text in schema["enum"])
@@ -53,14 +50,13 @@ def expressions(schema: Mapping[str, Any]) -> list[str]:
 
 
 def lark_regex(expression: str) -> str:
-    """The terminal of a grammar in Lark."""
+    """The terminal of a Lark grammar."""
     escaped = re.sub(r"\\.|/", lambda atom: atom[0].removeprefix("/") or r"\/", expression, flags=re.DOTALL)
     return f"/{escaped}/"
 
 
 def repeats(schema: Mapping[str, Any], lower: str, upper: str, named: int = 0) -> str:
-    """How often, beyond `named` elements, as regular expressions write it, by two keywords of a schema. SchemaError: they are no
-    bounds."""
+    """A repetition beyond `named` elements from two keywords. SchemaError: they are no bounds."""
     least = 0 if schema.get(lower) is None else schema[lower]
     most = schema.get(upper)
     is_wrong = not isinstance(least, int) or not isinstance(most, int | None) or least < 0
@@ -72,7 +68,6 @@ def repeats(schema: Mapping[str, Any], lower: str, upper: str, named: int = 0) -
 
 
 def searched(pattern: Any) -> str:
-    """The expression of any text in which the pattern is found. SchemaError."""
     if not isinstance(pattern, str) or len(pattern) > MOST:
         raise SchemaError(f"the schema keyword 'pattern' with what is no text, or one of more than {MOST} characters,", "pattern")
     expression = "(?:" + "|".join(_anchored(branch, pattern) for branch in _alternatives(pattern)) + ")"
@@ -82,7 +77,8 @@ def searched(pattern: Any) -> str:
 
 
 def compiles(rule: str) -> bool:
-    """Whether a grammar's first rule is not too long, llguidance takes it, and some text matches it; takes a millisecond."""
+    """Whether a rule is short enough, accepted by llguidance, and matches some text; takes a
+    millisecond."""
     return len(rule) <= _LONGEST_RULE and _compiles(rule)
 
 
@@ -95,7 +91,8 @@ def _compiles(rule: str) -> bool:
 
 
 def _alternatives(pattern: str) -> list[list[str]]:
-    """Cut a pattern at its outermost bars, and each part into atoms: characters, escapes, classes, the beginnings of groups."""
+    """Split at the outermost bars, and each part into atoms: characters, escapes, classes, starts
+    of groups."""
     branches: list[list[str]] = [[]]
     depth = 0
     for atom in _ATOM.findall(pattern):
@@ -110,7 +107,7 @@ def _alternatives(pattern: str) -> list[list[str]]:
 
 
 def _of_ascii(atom: str) -> str:
-    """An atom with what its escapes stand for in ECMA-262."""
+    """An atom with ECMA-262's meaning of its escapes."""
     if not atom.startswith("["):
         return f"[{_ASCII[atom]}]" if atom in _ASCII else atom
     return _IN_CLASS.sub(lambda match: _ASCII[match[1]] + (r"\-" if match[2] else "") if match[1] in _ASCII else match[0], atom)
@@ -134,7 +131,7 @@ _HOURS = f"T(?:[0-9]{{1,6}}H(?:{_MINUTES})?|{_MINUTES}|[0-9]{{1,6}}S)"
 _MONTHS_AND_DAYS = "[0-9]{1,6}M(?:[0-9]{1,6}D)?"
 _FROM_YEARS = f"[0-9]{{1,6}}Y(?:{_MONTHS_AND_DAYS})?|{_MONTHS_AND_DAYS}|[0-9]{{1,6}}D"
 _GROUP = "[0-9a-fA-F]{1,4}"
-_BOTH_ENDS = "|".join(f"(?:{_GROUP}:){{1,{7 - behind}}}(?::{_GROUP}){{1,{behind}}}" for behind in range(1, 7))
+_BOTH_ENDS = "|".join(f"(?:{_GROUP}:){{1,{7 - after}}}(?::{_GROUP}){{1,{after}}}" for after in range(1, 7))
 _IPV6 = f"(?:(?:{_GROUP}:){{7}}{_GROUP}|(?:{_GROUP}:){{1,7}}:|:(?::{_GROUP}){{1,7}}|::|{_BOTH_ENDS})"
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _LAST_LABEL = "[A-Za-z](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"  # one of digits makes it an address

@@ -1,9 +1,9 @@
-"""The checkpoint's chat template, in jinja2's sandbox, with every message guarded against control tokens.
+"""The checkpoint's chat template, in jinja2's sandbox, with messages guarded against control
+tokens.
 
-A control token in a prompt may come from the template, never from a message. So messages are guarded before they are
-rendered: a sentinel character that occurs in none of them goes behind every "<" (every first character of a control
-token). No control token survives that, and none can form where two parts meet. Readers of the rendered text split it at
-its control tokens first, and then remove the sentinel from the parts.
+Before rendering, a sentinel character that no message has is put after every "<", the first
+character of all control tokens, so only the template writes them. Readers split at control tokens,
+then remove it.
 """
 
 import json
@@ -30,7 +30,7 @@ _FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, Ar
 
 
 class ChatTemplate:
-    """A compiled template. `tokens` are its named variables (bos_token and the like), `control` the control tokens."""
+    """`tokens`: named variables (bos_token and the like); `control`: the control tokens."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], control: Iterable[str]) -> None:
         self._tokens = dict(tokens)
@@ -41,7 +41,6 @@ class ChatTemplate:
             raise CheckpointError(f"chat template, line {error.lineno}: {error.message}") from error
 
     def thinks_by_default(self) -> bool:
-        """Whether the model thinks where a request does not say."""
         hello = {"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": True}
         try:
             default, on, off = (self._template.render(self._tokens, **hello, **switches) for switches in _THINKING)
@@ -52,10 +51,8 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], **switches: bool
     ) -> tuple[str, str]:
-        """The guarded text, and the sentinel to take out of it. Raises InvalidRequest that names the field.
-
-        messages and tools are in OpenAI's form; `switches`: enable_thinking, add_generation_prompt, preserve_thinking.
-        """
+        """The guarded text, and its sentinel. messages and tools are in OpenAI's form.
+        InvalidRequest names the field."""
         cut = CutCalls()
         try:
             prepared = [_prepared(message, cut) for message in messages]
@@ -70,7 +67,7 @@ class ChatTemplate:
         return text, sentinel
 
     def _guard(self, value: Any, sentinel: str) -> Any:
-        """A copy of a JSON value in which no string holds, or can help to form, a control token."""
+        """A copy of a JSON value in which no string has, or can help to form, a control token."""
         if isinstance(value, str):
             for opener in self._openers:
                 value = value.replace(opener, opener + sentinel)
@@ -83,19 +80,18 @@ class ChatTemplate:
 
 
 def strip_thoughts(text: str) -> str:
-    """A reply without its <|channel>...<channel|> spans; an unclosed span goes to the end."""
+    """A reply without its <|channel>...<channel|> spans; an unclosed one goes to the end."""
     return "".join(part.split("<|channel>")[0] for part in text.split("<channel|>"))
 
 
 class CutCalls:
-    """Closes the arguments of a conversation's calls that a limit of tokens cut, which agents send back as they came."""
+    """Closes the arguments of calls that the token limit cut, which agents send back."""
 
     def __init__(self) -> None:
         self._left = MAX_CUT
 
     def closed(self, text: str) -> str | None:
-        """The JSON that ReplyParser would have made if the model had ended the call here; None: the calls together hold more than
-        MAX_CUT values."""
+        """None if the calls have more than MAX_CUT values in total."""
         values = 32 + text.count(",") + text.count(":") + text.count("[") + text.count("{")
         if values > self._left:
             return None
@@ -107,7 +103,6 @@ class CutCalls:
 
 
 def _prepared(message: JsonObject, cut: CutCalls) -> JsonObject:
-    """The message as templates expect it: replies without thoughts, tool arguments as mappings."""
     ready = dict(message)
     if message["role"] == "assistant":
         ready["content"] = _without_thoughts(message.get("content"))
@@ -129,11 +124,8 @@ def _without_thoughts(content: Any) -> Any:
 
 
 def _with_mapping(call: JsonObject, cut: CutCalls) -> JsonObject:
-    """The call with its arguments as a mapping: templates would print OpenAI's JSON string verbatim.
-
-    Agents keep whatever a model wrote, and send it in each later turn. So arguments that are no JSON object are shown as the text
-    that they are, in a member of a name that says so.
-    """
+    """The call with arguments as a mapping, since templates would print a JSON string verbatim.
+    What is no object is shown under a name that says so."""
     function = dict(call["function"])
     given = function.get("arguments")
     value = _parsed(given, cut) if isinstance(given, str) else given
@@ -143,12 +135,11 @@ def _with_mapping(call: JsonObject, cut: CutCalls) -> JsonObject:
 
 
 class Lexeme(float):
-    """A number that prints as it was written (1e5, 0.10): a call is rendered as the model wrote it."""
+    """A number that prints as written (1e5, 0.10)."""
 
     _text: str
 
     def __new__(cls, text: str) -> Self:
-        """Reads a number as JSON writes it."""
         number = super().__new__(cls, text)
         number._text = text
         return number
@@ -160,7 +151,7 @@ class Lexeme(float):
 
 
 def _parsed(text: str, cut: CutCalls) -> Any:
-    """The JSON value, or what the text begins if a limit of tokens cut it; else, or if that is nested too deeply, the text."""
+    """The JSON value; that of cut text, closed; else, or if nested too deeply, the text."""
     if not text.strip():
         return None
     try:
@@ -176,7 +167,6 @@ def _parsed(text: str, cut: CutCalls) -> Any:
 
 
 def _flat_enough(value: Any, text: str) -> Any:
-    """The value, or the text where the value is nested deeper than MAX_DEPTH."""
     level = [value]
     for _ in range(MAX_DEPTH):
         containers = [each.values() if isinstance(each, Mapping) else each for each in level if isinstance(each, Mapping | list)]
@@ -200,12 +190,13 @@ def _refuse(word: str) -> None:
 
 
 def characters(value: Any) -> int:
-    """Characters in all strings of a JSON value, keys included. InvalidRequest: it has more than MAX_VALUES values."""
+    """Characters in all strings of a JSON value, with keys. InvalidRequest: more than MAX_VALUES
+    values."""
     return sum(map(len, _strings(value)))
 
 
 def _sentinel(value: Any) -> str:
-    """A candidate that occurs in no string of a JSON value. InvalidRequest: all occur."""
+    """A sentinel that no string has. InvalidRequest: all are in use."""
     strings = list(_strings(value))
     for sentinel in _SENTINELS:
         if not any(sentinel in text for text in strings):
@@ -214,7 +205,7 @@ def _sentinel(value: Any) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string of a JSON value, in no order. InvalidRequest: it has more than MAX_VALUES values."""
+    """Every string of a JSON value. InvalidRequest: more than MAX_VALUES values."""
     left, seen = [value], 0
     while left:
         seen += 1
@@ -231,7 +222,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment that published templates expect: transformers' settings, filters and globals."""
+    """transformers' settings, filters and globals, which published templates expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

@@ -1,6 +1,4 @@
-"""Text in, text out: prompts to token ids, token ids to text, and the cut at a stop string.
-
-Only this module and the template see text; everything behind them sees token ids.
+"""Prompts to token ids, token ids to text, and stop strings.
 
     messages --template--> guarded text --cut at control tokens--> pieces --tokenize--> ids
     ids --Detokenizer--> text --StopStrings--> client
@@ -33,9 +31,8 @@ _SEAM = 64  # tokens at most that a text has fewer of than its pieces, where two
 class Detokenizer:
     """Token ids to text for one stream, O(1) a token.
 
-    The text so far equals the tokenizer's own decode of the ids so far, short of the bytes of an unfinished UTF-8
-    character, which are held back. Bytes that cannot be UTF-8 become one U+FFFD each. (Hugging Face's decoder turns a
-    whole run of byte pieces into U+FFFD once any of it is invalid; a stream has sent its valid characters by then.)
+    Equals the tokenizer's decode, but holds back an unfinished UTF-8 character, and shows each
+    invalid byte as U+FFFD, where Hugging Face replaces a whole run.
     """
 
     def __init__(self, pieces: Pieces, *, skip_special_tokens: bool = True) -> None:
@@ -44,7 +41,7 @@ class Detokenizer:
         self._pending = b""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens add; may be empty. An id that the vocabulary lacks shows as U+FFFD."""
+        """The text that these tokens add, perhaps empty. Unknown ids show as U+FFFD."""
         out = []
         for token_id in token_ids:
             if token_id in self._skipped:
@@ -61,7 +58,6 @@ class Detokenizer:
         return self._decode(final=True)
 
     def _decode(self, *, final: bool) -> str:
-        """Everything in `_pending` that is a whole character or can no longer become one."""
         if not self._pending:  # nearly always
             return ""
         text, used = codecs.utf_8_decode(self._pending, "surrogateescape", final)
@@ -70,10 +66,10 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a stream of text at the first stop string, none of which is empty, whatever the chunking.
+    """Cuts a stream of text at the first stop string, whatever the chunking.
 
-    First is the match that ends first, and of those the longest. Text that may begin a stop string is held back, so
-    nothing past a match is ever emitted.
+    The match that ends first wins, then the longest. Text that may begin a stop string is held
+    back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -82,7 +78,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, delta: str) -> tuple[str, str | None]:
-        """(text to emit, the stop string once one has matched)."""
+        """(text to emit, the matched stop string or None)."""
         text, self._held = self._held + delta, ""
         matches = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
@@ -96,17 +92,14 @@ class StopStrings:
         return text, None
 
     def flush(self) -> str:
-        """What was held back: the text goes on elsewhere, or has ended, and there was no match."""
+        """The held text, when no match can follow."""
         held, self._held = self._held, ""
         return held
 
 
 class TextProcessor:
-    """A checkpoint's tokenizer and chat template. Thread-safe: nothing in it changes once it is built.
-
-    `eos_ids` are the ids that end a reply, `vocab_size` the number of token ids, `pieces` the vocabulary as output; `template` the
-    chat template's text, `thinks_by_default` whether it has the model think where nobody says.
-    """
+    """Thread-safe, immutable. `eos_ids` end a reply; `pieces`: the vocabulary as output;
+    `thinks_by_default`: the model thinks unless told."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: str | None, tokens: Mapping[str, str], eos: Sequence[int]
@@ -126,11 +119,8 @@ class TextProcessor:
 
     @classmethod
     def load(cls, folder: Path, template: Path | None = None) -> Self:
-        """Reads tokenizer(_config).json, `template` or chat_template.jinja (or the config's own template), generation_config.json.
-
-        Raises CheckpointError that names what is absent or unusable, ids of the tokenizer that the model lacks, or a control token
-        that plain text gives. A checkpoint without a template loads, and then `render_chat` refuses.
-        """
+        """Load tokenizer(_config).json, generation_config.json, and a template. CheckpointError:
+        unusable files, ids outside the model, or a control token made by plain text."""
         settings = read_optional(folder / "tokenizer_config.json")
         made = cls(read_tokenizer(folder), template_source(folder, template), _named_tokens(settings), read_eos(folder))
         rows, last = model_vocabulary(folder), made.vocab_size - 1
@@ -152,12 +142,10 @@ class TextProcessor:
         media: Sequence[tuple[MediaKind, str]] = (),
         **switches: bool,
     ) -> list[int]:
-        """The prompt of a conversation as token ids, <bos> included.
+        """The token ids of a conversation, <bos> included. InvalidRequest names the field, also for
+        more than `most` tokens.
 
-        messages and tools are in OpenAI's form; a content is a string, a list of parts ({"type": "text"}, or a kind of media) or,
-        of a tool message, a mapping. `media`: in the parts' order, what stands for each in the prompt. `switches` go to the
-        template. Raises InvalidRequest, naming the field; also for what is seen to have more than `most` tokens
-        before all of it has been tokenized.
+        messages and tools are in OpenAI's form. `media`: in order, the text for each.
         """
         if self._template is None:
             raise InvalidRequest("messages: this model has no chat template, only raw prompts", param="messages")
@@ -165,23 +153,22 @@ class TextProcessor:
         return self._tokenize(expanded(text, media) if media else text, "messages", most, sentinel)
 
     def control_id(self, name: str) -> int | None:
-        """The id of a control token; None: there is no such token."""
         return self._control.get(name)
 
     def encode(self, text: str, add_bos: bool, most: int = NO_BOUND) -> list[int]:
-        """Token ids of a raw prompt. Control tokens in it count as such; `add_bos` adds no second <bos>. `most`: as of a chat."""
+        """Token ids of a raw prompt. Control tokens in it count as such; `add_bos` adds no second
+        <bos>."""
         ids = self._tokenize(text, "prompt", most)
         if not add_bos or self._bos_id is None or ids[:1] == [self._bos_id]:
             return ids
         return [self._bos_id, *ids]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a finished sequence, as a stream of it would have read."""
+        """The text of a finished sequence, equal to its stream."""
         stream = Detokenizer(self.pieces, skip_special_tokens=skip_special_tokens)
         return stream.push(token_ids) + stream.flush()
 
     def _tokenize(self, text: str, param: str, most: int, sentinel: str = "") -> list[int]:
-        """Cuts `text` at its control tokens, takes the sentinel out of the rest and tokenizes that as plain text."""
         ids = []
         for plain, control in self._pieces_of(text):
             if plain:
@@ -193,7 +180,8 @@ class TextProcessor:
         return ids
 
     def _pieces_of(self, text: str) -> Iterator[tuple[str, str]]:
-        """(plain text, the control token behind it, if any), in order; a search holds the interpreter's lock, so there are many."""
+        """(plain text, the control token after it), in order; many short searches, as each holds
+        the interpreter's lock."""
         begun = position = 0
         while position < len(text):
             end = position + _WINDOW
@@ -215,7 +203,7 @@ class TextProcessor:
         return self._encoded(text)
 
     def _is_longer(self, text: str, most: int) -> bool:
-        """Whether a long text has more than `most` tokens, seen by some of it: a token is read where two pieces meet, not many."""
+        """Judged by a part of a long text: pieces share few tokens at their boundaries."""
         count = 0
         for begin in range(0, len(text), _WINDOW):
             count += len(self._encoded(text[begin : begin + _WINDOW])) - _SEAM
@@ -232,7 +220,6 @@ class TextProcessor:
 
 
 def expanded(text: str, media: Sequence[tuple[MediaKind, str]]) -> str:
-    """`text`, where a template has written one placeholder for each of `media`, with what stands for it instead."""
     kinds = _PLACEHOLDER.findall(text)
     if kinds != [kind for kind, _ in media]:
         raise InvalidRequest("messages: the chat template has no place for media in one of them", param="messages")
@@ -246,7 +233,7 @@ def _too_many(param: str, most: int) -> InvalidRequest:
 
 
 def template_source(folder: Path, instead: Path | None) -> str | None:
-    """The chat template's text: of the file `instead`, or the checkpoint's own; None: it has none. CheckpointError: unreadable."""
+    """The text of `instead`, or of the checkpoint's template, or None. CheckpointError: unreadable."""
     path = instead or folder / "chat_template.jinja"
     if instead is None and not os.path.lexists(path):
         source = read_optional(folder / "tokenizer_config.json").get("chat_template")
@@ -260,7 +247,8 @@ def template_source(folder: Path, instead: Path | None) -> str | None:
 
 
 def _named_tokens(settings: JsonObject) -> dict[str, str]:
-    """The `*_token` entries of tokenizer_config.json, strings or serialized AddedTokens. CheckpointError: another object."""
+    """The `*_token` entries of tokenizer_config.json, strings or AddedTokens. CheckpointError:
+    another object."""
     named = {}
     for name, value in settings.items():
         if not name.endswith("_token"):

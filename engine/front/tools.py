@@ -1,6 +1,7 @@
-"""The tools that a request declares: checked, and looked up by the names that models call them by.
+"""The tools that a request declares, checked and found by the names that models use.
 
-A declaration is OpenAI's: {"type": "function", "function": {"name", "description"?, "parameters"?: a JSON Schema of an object}}.
+A declaration is OpenAI's: {"type": "function", "function": {"name", "description"?, "parameters"?:
+a JSON Schema of an object}}.
 """
 
 import re
@@ -21,9 +22,9 @@ _LONGEST_PATH = 200  # characters of where a schema stands
 
 
 class Tools:
-    """Declared tools by name; raises InvalidRequest that names what is wrong with a declaration.
+    """Declared tools by name. InvalidRequest names a wrong declaration.
 
-    `paths`: the client's, of each function and of its parameters, where they are not OpenAI's.
+    `paths`: the client's, of each function and its parameters, if not OpenAI's.
     """
 
     def __init__(self, declarations: Sequence[JsonObject], paths: Sequence[tuple[str, str]] = ()) -> None:
@@ -43,7 +44,6 @@ class Tools:
 
     @property
     def names(self) -> list[str]:
-        """Names of the declared tools, in their order."""
         return list(self._schemas)
 
     def __bool__(self) -> bool:
@@ -53,12 +53,11 @@ class Tools:
         return name in self._schemas
 
     def resolve(self, name: str) -> str:
-        """The tool that the model means: where `server:tool` is not declared, `tool` may be."""
+        """The tool that the model means: `tool` for an undeclared `server:tool`."""
         last = re.split(r"[:/.]", name)[-1]
         return last if name not in self._schemas and last in self._schemas else name
 
     def parameters(self, name: str) -> ValueSchema:
-        """The schema of a tool's arguments; of an undeclared tool one that allows anything."""
         return self._schemas.get(name, ValueSchema())
 
     def may_become_call(self, text: str) -> bool:
@@ -74,7 +73,6 @@ def _wrong(where: str, why: str) -> InvalidRequest:
 
 
 def _checked(function: Any, where: str, schema: str) -> tuple[str, Schema]:
-    """(name, parameters) of a function that stands at `where`, its parameters at `schema`."""
     if not isinstance(function, Mapping):
         raise _wrong(where, "must be an object")
     name, parameters = function.get("name"), function.get("parameters")
@@ -102,8 +100,7 @@ def _check_parameters(parameters: Any, where: str) -> None:
 
 
 def _checked_schema(schema: Any, root: Any, where: str) -> list[tuple[str, Any]]:
-    """The schemas inside this one, and the one that it refers to, each with its place, not longer than anybody reads; what is wrong
-    with itself is raised."""
+    """Schemas inside this one, and its reference's, with their places."""
     if isinstance(schema, bool):
         return []
     if not isinstance(schema, Mapping):
@@ -131,7 +128,6 @@ def _check_keywords(schema: Schema, where: str) -> None:
 
 
 def _of_kind(kind: type[Any], schema: Schema, keyword: str, where: str) -> Any:
-    """The value of `keyword`, which must be of this kind; an empty one where there is none."""
     value = schema.get(keyword)
     if value is None:
         return kind()

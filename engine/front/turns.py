@@ -1,7 +1,4 @@
-"""What clients share: a bounded amount of something, and places that they have in turn.
-
-No client can take all of it, and what a client does not use the others may have.
-"""
+"""Fair sharing among clients: bounded amounts, and places in turn."""
 
 import asyncio
 from collections import Counter
@@ -13,10 +10,7 @@ T = TypeVar("T")
 
 
 class Share:
-    """An amount of `most`. A client may hold as much as is left free: alone it gets half, two clients get a third each.
-
-    A client that holds nothing may take all that is free.
-    """
+    """An amount of `most`. A client may hold up to what is left free: alone half, two a third each."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -25,11 +19,10 @@ class Share:
 
     @property
     def total(self) -> int:
-        """What all clients hold."""
         return self._total
 
     def take(self, client: str, amount: int) -> bool:
-        """Give the client so much more; False, and nothing changes, if it may not have it."""
+        """Hold more for the client; False, without effect, if it may not."""
         if self._held[client] + amount > self.most - self._total:
             return False
         self._held[client] += amount
@@ -37,7 +30,6 @@ class Share:
         return True
 
     def give_back(self, client: str, amount: int) -> None:
-        """Take so much back from the client."""
         self._total -= amount
         self._held[client] -= amount
         if not self._held[client]:
@@ -45,11 +37,8 @@ class Share:
 
 
 class Turns:
-    """Places that clients have in turn, each for one piece of work.
-
-    A free place goes to the waiting client that has the fewest, and among those to the one that has waited longest. The last free
-    place is for a client that has none, so a newcomer need not wait until another client's work ends.
-    """
+    """Places for pieces of work. A free one goes to the waiting client with the fewest, then to the
+    longest waiting; the last one only to a client without any."""
 
     def __init__(self, places: int) -> None:
         self._places = places
@@ -57,9 +46,10 @@ class Turns:
         self._waiting: dict[asyncio.Future[None], str] = {}
 
     async def run(self, client: str, work: Callable[[], Awaitable[T]], wait_s: float | None = None) -> T:
-        """Return what `work` returns. TimeoutError: no place was free for the client within `wait_s`.
+        """Run `work`. TimeoutError: no place within `wait_s`.
 
-        A caller that is cancelled leaves at once. Work that has begun goes on then, and keeps its place: threads cannot be stopped.
+        A cancelled caller leaves at once; its work continues and keeps the place, as threads cannot
+        be stopped.
         """
         async with asyncio.timeout(wait_s):
             await self._wait(client)
@@ -69,7 +59,6 @@ class Turns:
 
     @asynccontextmanager
     async def place(self, client: str) -> AsyncIterator[None]:
-        """Hold a place of the client's, once it has its turn."""
         await self._wait(client)
         try:
             yield
@@ -94,7 +83,6 @@ class Turns:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give free places to those that wait."""
         while waiting := [item for item in self._waiting.items() if not item[0].done()]:
             turn, client = min(waiting, key=lambda item: self._running[item[1]])
             free = self._places - self._running.total()

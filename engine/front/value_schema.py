@@ -1,4 +1,4 @@
-"""What a JSON Schema says of one value, as far as reading a tool call needs it: its types, and the schemas inside it."""
+"""A JSON Schema's types and inner schemas, as far as reading a tool call needs."""
 
 import math
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
@@ -29,57 +29,52 @@ Schema = Mapping[str, Any]  # a JSON Schema that is an object
 
 @dataclass(frozen=True)
 class ValueSchema:
-    """One value's schema; `root` is where `#/...` references point. Without a schema anything is allowed."""
+    """One value's schema; `root` resolves `#/...` references. Without a schema anything is allowed."""
 
     schema: Any = True
     root: Any = True
 
     @cached_property
     def types(self) -> frozenset[str] | None:
-        """The JSON types that are allowed; None: the schema does not say."""
+        """Allowed JSON types, or None."""
         return frozenset(kind for branch in self._branches() for kind in types_of(branch)) or None
 
     def allows(self, kind: str) -> bool:
-        """Whether a value of this JSON type may stand here; an integer is a number, too."""
+        """Whether this JSON type is allowed; an integer is also a number."""
         return self.types is None or kind in self.types or (kind == "integer" and "number" in self.types)
 
     def member(self, key: str) -> "ValueSchema":
-        """The schema of an object's member, by all alternatives."""
         return self._inside(lambda branch: _mapping(branch.get("properties")).get(key, branch.get("additionalProperties")))
 
     @cached_property
     def constants(self) -> frozenset[bytes] | None:
-        """The only values, as JSON, by const or enum, also of what it refers to; None: others are allowed."""
+        """The only values, as JSON, by const or enum, also of references; None: others are allowed."""
         constants = _constants_of(self._single_branch)
         return None if constants is None else frozenset(msgspec.json.encode(value, order="sorted") for value in constants)
 
     @property
     def listed_values(self) -> list[Any]:
-        """The values of its own const or enum that its type allows."""
         return [value for value in _constants_of(self.schema) or () if self.allows(_PYTHON_TYPES[type(value)])]
 
     @cached_property
     def required(self) -> Mapping[str, frozenset[bytes] | None]:
-        """Keys that an object must have, with the `constants` of each."""
         return {key: self.member(key).constants for key in map(str, listed(self._single_branch.get("required")))}
 
     @cached_property
     def only_keys(self) -> KeysView[str] | None:
-        """The keys that an object may have; None: others, too."""
+        """The only keys of an object; None: others are allowed."""
         branch = self._single_branch
         is_closed = branch.get("additionalProperties") is False and "patternProperties" not in branch
         return _mapping(branch.get("properties")).keys() if is_closed else None
 
     def declares(self, key: str) -> bool:
-        """Whether an object has a property of this name."""
         return any(key in _mapping(branch.get("properties")) for branch in self._branches())
 
     def element(self, index: int) -> "ValueSchema":
-        """The schema of an array's element at that place, by all alternatives."""
         return self._inside(lambda branch: _element(branch, index))
 
     def _inside(self, schema_of: Callable[[Schema], Any]) -> "ValueSchema":
-        """What one of the alternatives says; those that say nothing do not count, and what allows anything allows it."""
+        """The union of the alternatives that say something; one that allows anything wins."""
         schemas = [inner for branch in self._branches() if (inner := schema_of(branch)) is not None and inner is not False]
         if not schemas or not all(isinstance(inner, Mapping) for inner in schemas):
             return ValueSchema(True, self.root)
@@ -87,7 +82,7 @@ class ValueSchema:
 
     @cached_property
     def _single_branch(self) -> Schema:
-        """What all of it says, references followed; nothing, if it has alternatives."""
+        """The only branch, references followed; empty with alternatives."""
         branches = [branch for branch in self._branches() if "$ref" not in branch]
         return branches[0] if len(branches) == 1 else {}
 
@@ -107,7 +102,7 @@ class ValueSchema:
 
 
 def referred(root: Any, reference: Any) -> Any:
-    """What a local reference (#/$defs/name) points at; None: nothing, or an anchor."""
+    """The target of a local reference (#/$defs/name); None: missing, or an anchor."""
     if not isinstance(reference, str) or reference[:2] not in ("#", "#/"):
         return None
     for step in reference.split("/")[1:]:
@@ -116,18 +111,16 @@ def referred(root: Any, reference: Any) -> Any:
 
 
 def listed(value: Any) -> list[Any]:
-    """The values of a keyword that has a list, a single one or none."""
     if isinstance(value, list):
         return value
     return [] if value is None else [value]
 
 
 def as_json_schema(schema: Schema) -> JsonObject:
-    """What a schema says, in JSON Schema's own words: OpenAPI writes `nullable`, Gemini's clients types in capitals.
+    """A schema in plain JSON Schema: without OpenAPI's `nullable`, Gemini's capitals, and keywords
+    without effect.
 
-    Keywords that allow everything are left out: zod writes of a record that its keys are strings, pydantic a format "password". One
-    that is null is as good as absent: programs write so what they leave open. Keywords of all drafts mean what they say, whichever
-    draft `$schema` names. An `$id` is read past.
+    Keywords of all drafts apply, whatever `$schema` says. `$id` is ignored.
     """
     kept = {keyword: _spelled(keyword, value) for keyword, value in schema.items() if not _says_nothing(keyword, value)}
     kept = _with_held_bound(_with_held_bound(kept, "Minimum"), "Maximum")
@@ -157,8 +150,8 @@ def _says_nothing(keyword: str, value: Any) -> bool:
 
 
 def _with_held_bound(schema: JsonObject, side: str) -> JsonObject:
-    """The same schema, in which an exclusive bound is an inclusive one a step further, where llguidance would allow the bound
-    itself. It does so for a whole number whose other bound is less than 1 away, as in 0 < x < 0.5."""
+    """llguidance would allow an exclusive bound of a whole number whose other bound is less than 1
+    away, as in 0 < x < 0.5."""
     exclusive = f"exclusive{side}"
     inclusive = side.lower()
     bound = schema.get(exclusive)
@@ -183,7 +176,7 @@ def _is_finite(value: Any) -> TypeGuard[float]:
 
 
 def has_few_digits(multiple: Any) -> bool:
-    """Whether a `multipleOf` has at most four digits without the zeros at its ends: a grammar has as many states as they say."""
+    """Whether a `multipleOf` has at most four significant digits, which bound a grammar's states."""
     try:
         return len(Decimal(str(multiple)).normalize().as_tuple().digits) <= _DIGITS
     except InvalidOperation:
@@ -192,19 +185,19 @@ def has_few_digits(multiple: Any) -> bool:
 
 @dataclass
 class Comparison:
-    """Compares the branches of oneOf, `pairs` in all at most: each takes some microseconds."""
+    """Compares branches of oneOf, at most `pairs` in total, microseconds each."""
 
     pairs: int = 4096
 
     def are_apart(self, branches: Sequence[Any], root: Any) -> bool:
-        """Whether no value is known to fit two of the schemas; False: one may, or they are too many to tell."""
+        """Whether no value fits two of the schemas; False if unknown."""
         self.pairs -= len(branches) * (len(branches) - 1) // 2
         schemas = [ValueSchema(branch, root) for branch in branches]
         return self.pairs >= 0 and all(starmap(_are_apart, combinations(schemas, 2)))
 
 
 def _are_apart(left: ValueSchema, right: ValueSchema) -> bool:
-    """Whether no value fits both, as far as types, constants, required members and their constants tell."""
+    """Whether no value fits both, by types, constants, required members and their constants."""
     if left.types is not None and right.types is not None and not _with_numbers(left.types) & _with_numbers(right.types):
         return True
     if left.constants is not None and right.constants is not None:
@@ -216,12 +209,11 @@ def _are_apart(left: ValueSchema, right: ValueSchema) -> bool:
 
 
 def _with_numbers(types: frozenset[str]) -> frozenset[str]:
-    """An integer is a number."""
     return types | {"number"} if "integer" in types else types
 
 
 def json_kind(text: str) -> str | None:
-    """The JSON type of `text`; None: it is not JSON, as whatever is cut off an object's text."""
+    """The JSON type of `text`, or None if it is not JSON, such as a cut object."""
     try:
         msgspec.json.decode(text, type=msgspec.Raw)  # numbers as they are, however large
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
@@ -231,7 +223,6 @@ def json_kind(text: str) -> str | None:
 
 
 def types_of(schema: Any) -> list[str]:
-    """The JSON types that one schema allows, without its alternatives; none where it does not say."""
     branch = _mapping(schema)
     named = [str(name).lower() for name in listed(branch.get("type"))]
     types = named or [_PYTHON_TYPES[type(value)] for value in _constants_of(branch) or ()]
@@ -239,7 +230,7 @@ def types_of(schema: Any) -> list[str]:
 
 
 def _constants_of(branch: Schema) -> list[Any] | None:
-    """Of const or enum; 1.0 is the integer that it equals."""
+    """Of const or enum; 1.0 equals the integer."""
     match branch:
         case {"const": value}:
             values = [value]
@@ -251,7 +242,7 @@ def _constants_of(branch: Schema) -> list[Any] | None:
 
 
 def _element(branch: Schema, index: int) -> Any:
-    """By `prefixItems` and `items`; or, as older drafts write it, by a list of `items` and `additionalItems`."""
+    """By `prefixItems` and `items`, or a list of `items` and `additionalItems` (older drafts)."""
     named = branch.get("prefixItems") or ()
     others = branch.get("items")
     if isinstance(others, list):

@@ -1,11 +1,10 @@
-"""Adapters on a rank: for each matrix that one of them names, A and B of all adapters, padded to one rank.
+"""LoRA adapters on a rank: A and B of all adapters for each matrix, padded to one rank.
 
     a [adapters, parts * r, n]   b [adapters, m, r]      scale is multiplied into B in fp32, before the cast
     a matrix of experts          index: expert * adapters + adapter
 
-Of a column-parallel matrix a rank has all of A and its rows of B; of a row-parallel one its columns of A and all of B, so that what
-it adds is its part of the sum over ranks. Parts of a merged matrix (q, k, v; gate, up) have an A each. V is K's product on layers
-without a V of their own: what is added to K is added to both.
+A column-parallel matrix has its rows of B; a row-parallel one its columns of A. On layers without
+V, what is added to K is added to V too.
 """
 
 from collections.abc import Mapping
@@ -25,7 +24,8 @@ _LEAST_RANK = 16  # kernels take powers of 2 from here on
 
 
 class AdapterStack(nn.Module):
-    """A and B of all adapters for one matrix. ends: of each part's outputs; experts: how many matrices it is, one after another."""
+    """A and B of all adapters for one matrix. ends: of each part's outputs; experts: number of
+    stacked matrices."""
 
     def __init__(self, ends: tuple[int, ...], a: Tensor, b: Tensor, experts: int) -> None:
         super().__init__()
@@ -38,11 +38,10 @@ class AdapterStack(nn.Module):
         return LowRank(x, index, self.a, self.b, self.ends, begun)
 
     def add(self, out: Tensor, x: Tensor, index: Tensor) -> None:
-        """Add what the rows' adapters make of x [T, n] to out [T, m]. index: int32 [T]."""
+        """Add the adapters' products of x [T, n] to out [T, m]. index: int32 [T]."""
         add_lora(out, x, index, self.a, self.b, self.ends)
 
     def of_experts(self) -> ExpertAdapters:
-        """The same for `kernels.experts`."""
         return ExpertAdapters(self.a, self.b, self.ends, len(self.a) // self.experts)
 
 
@@ -56,13 +55,13 @@ class Place(NamedTuple):
 
 @dataclass
 class _Owner:
-    """A matrix of the model that adapters change. ends: of its parts; columns: of x on this rank; rank: the largest one."""
+    """A matrix that adapters change."""
 
-    ends: tuple[int, ...]
-    columns: int
+    ends: tuple[int, ...]  # of its parts
+    columns: int  # of x on this rank
     dtype: torch.dtype
     experts: int = 1
-    rank: int = 0
+    rank: int = 0  # the largest
 
 
 def add_stacks(
@@ -81,7 +80,6 @@ def add_stacks(
 
 
 def has_adapters(model: Shard) -> bool:
-    """Whether adapters change a matrix of the model."""
     return any(isinstance(module, AdapterStack) for module in model.modules())
 
 
@@ -111,7 +109,6 @@ def _owners(known: dict[str, Piece], dtype: torch.dtype) -> tuple[dict[str, Plac
 
 
 def _path(piece: Piece) -> str:
-    """The module that multiplies by the matrix."""
     return piece.weight or piece.targets[0].parameter.rpartition(".")[0]
 
 

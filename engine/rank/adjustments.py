@@ -1,7 +1,7 @@
-"""How each slot's logits are adjusted before they are sampled: device tables, and the host's record of which slots are adjusted.
+"""Logit adjustments of each slot, in device tables written at admission.
 
-Tables are written where a sequence that needs them is admitted, from the admission alone: a preempted sequence's counts come out
-of its tokens. From then on the device counts what is generated (`kernels.adjust`).
+A preempted sequence's counts are restored from its tokens. The device counts generated tokens
+(`kernels.adjust`).
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ _NO_STEP = -1  # the low word of no step that is reached
 
 
 class Adjustments:
-    """The adjustments of `slots` slots, on a rank that has the logits of `ids`. width: the most masks of a slot in a step.
+    """Adjustments of `slots` slots for this rank's `ids`. width: most masks of a slot in a step.
 
-    Masks are for one step: they are stamped with it, on the host as on the device, and count in no other.
+    Masks are stamped with their step, on host and device, and apply to no other.
     """
 
     def __init__(self, slots: int, ids: range, device: torch.device, width: int = 1) -> None:
@@ -37,7 +37,7 @@ class Adjustments:
         self._flags, self._mask_steps = np.zeros(slots, np.int32), np.full(slots, _NO_STEP, np.int64)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Write what new sequences ask for into their slots' tables; nothing is left of the slots' last sequences."""
+        """Write the tables of new sequences' slots."""
         changed = [admission for admission in admissions if admission.params.adjustments is not None or self._flags[admission.slot]]
         if not changed:
             return
@@ -67,7 +67,7 @@ class Adjustments:
             self._put(self.tables.bad_words, slot, _padded(list(chain.from_iterable(adjustments.bad_words)), MAX_BAD_WORD_IDS, -1))
 
     def _counts(self, admission: Admission) -> np.ndarray:
-        """Count the admission's tokens: int16 [n] as in the table, IN_PROMPT set for those of the prompt."""
+        """Token counts of an admission, int16 [n], IN_PROMPT set for those of the prompt."""
         local = np.asarray(admission.tokens, np.int64) - self.ids.start
         parts = np.split(local, [admission.prompt])
         prompt, generated = (part[(part >= 0) & (part < len(self.ids))] for part in parts)
@@ -76,25 +76,26 @@ class Adjustments:
         return counts.astype(np.uint16).view(np.int16)
 
     def _bits(self, ids: Sequence[int]) -> np.ndarray:
-        """Returns this rank's words of a mask that allows `ids`, int32 [words]."""
+        """This rank's words of a mask that allows `ids`, int32 [words]."""
         bits = np.zeros(32 * len(self._words), np.bool_)
         local = np.asarray(ids, np.int64) - 32 * self._words.start
         bits[local[(local >= 0) & (local < len(bits))]] = True
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray, after: DeviceEvent | None = None) -> None:
-        """Upload the masks of `step`: which ids the rows of `slots` int32 [n] may give, a slot's one behind the other.
+        """Upload the masks of `step` for `slots` int32 [n]; a slot's are consecutive. At most DEPTH
+        steps may be out.
 
-        bits int32 [n, ceil(vocabulary / 32)]: bit id % 32 of word id // 32. At most DEPTH steps may be out, as for plans.
-        after: the end of the last step that was sampled. The copies wait for it alone, not for the forward that runs, and later
-        work waits for them. None: the copies wait for all work before them.
+        bits int32 [n, ceil(vocabulary / 32)]: bit id % 32 of word id // 32. after: end of the last
+        sampled step, which the copies wait for instead of a running forward; None: they wait for
+        all earlier work.
         """
         owners, first = np.unique(slots, return_index=True)
         if not len(slots):
             return
         rows, mask_rows = next(self._staging)
         rows, local = rows[: len(slots)], bits[:, self._words.start : self._words.stop]
-        rows.numpy()[:, : local.shape[1]] = local  # behind the vocabulary's end there is nothing to allow
+        rows.numpy()[:, : local.shape[1]] = local  # after the vocabulary's end there is nothing to allow
         table = mask_rows.numpy()
         table[:, 0] = _NO_STEP
         table[owners, 0], table[owners, 1] = np.int64(step).astype(np.int32), first  # the low word, as in a plan's header
@@ -109,7 +110,7 @@ class Adjustments:
         self._mask_steps[owners] = step
 
     def are_adjusted(self, slots: np.ndarray, step: int) -> list[bool]:
-        """Returns for each of these slots whether its rows are adjusted in `step`."""
+        """Whether each slot's rows are adjusted in `step`."""
         return ((self._mask_steps[slots] == step) | (self._flags[slots] != 0)).tolist()
 
     def _put(self, table: Tensor, slots: Sequence[int], rows: np.ndarray) -> None:
@@ -118,7 +119,7 @@ class Adjustments:
 
 
 def _flags(adjustments: LogitAdjustments | None) -> int:
-    """Returns the flags of a slot (`kernels.sampling_batch`): which adjustments its logits need."""
+    """The slot's flags (`kernels.sampling_batch`)."""
     if adjustments is None:
         return 0
     flags = BIASED * bool(adjustments.bias) | PENALIZED * (adjustments.penalties != (1.0, 0.0, 0.0))
@@ -145,7 +146,7 @@ def _tables(slots: int, ids: int, words: int, width: int, device: torch.device) 
 
 
 def _padded(values: Sequence[float], width: int, padding: float, dtype: type[np.generic] = np.int32) -> np.ndarray:
-    """Pad values to one row, [1, width]."""
+    """[1, width]."""
     row = np.full((1, width), padding, dtype)
     row[0, : len(values)] = values
     return row

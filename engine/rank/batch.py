@@ -1,4 +1,4 @@
-"""What one step computes, as the model sees it: flat token rows, prefill chunks first, then decode rows."""
+"""A step's inputs as the model sees them: flat token rows, prefill chunks first, then decode rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +20,10 @@ RopeTensors = Mapping[tuple[Rope, int], Tensor]  # of each rotary embedding and 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A prefill chunk: positions [start, end) of `slot`, at batch rows [offset, offset + end - start).
+    """A prefill chunk: positions [start, end) of `slot`, at batch rows [offset, offset + end -
+    start).
 
-    spans: positions [first, last) of an image, whose tokens attend to each other both ways in sliding layers.
+    spans: positions [first, last) that attend bidirectionally in sliding layers.
     """
 
     slot: int
@@ -37,12 +38,12 @@ class Chunk:
 
 
 def chunk_rows(chunks: Sequence[Chunk]) -> int:
-    """Returns the batch rows of `chunks`, which are in row order: the first row after them."""
+    """The first row after `chunks`, which are in row order."""
     return chunks[-1].offset + chunks[-1].size if chunks else 0
 
 
 def last_seen_of(chunks: Sequence[Chunk], device: torch.device) -> Tensor | None:
-    """Returns `ForwardBatch.last_seen` of chunks; None where they have no spans: each row sees up to itself."""
+    """`ForwardBatch.last_seen` of chunks; None without spans."""
     if not any(chunk.spans for chunk in chunks):
         return None
     seen = torch.full((chunk_rows(chunks),), -1, dtype=torch.int32)
@@ -55,7 +56,7 @@ def last_seen_of(chunks: Sequence[Chunk], device: torch.device) -> Tensor | None
 
 @dataclass(frozen=True)
 class SoftTokens:
-    """rows int64 [n] of a batch whose embeddings are not the table's but values [n, hidden], unscaled."""
+    """rows int64 [n] whose embeddings are replaced by values [n, hidden], unscaled."""
 
     rows: Tensor
     values: Tensor
@@ -63,51 +64,36 @@ class SoftTokens:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One step's inputs; complete when built, read-only after. T rows: chunk tokens, then decode rows, padding rows last.
+    """One step's inputs, read-only. T rows: chunk tokens, then decode rows, padding rows last."""
 
-    ids       int32 [T]  input token ids
-    positions int32 [T]  0-based; -1: a padding row, which writes nothing
-    slots     int32 [T]  the slot (row of every page table) each token belongs to
-    rope      fp32 [T, 2 * pairs] of each rotary embedding of the model: cos, then sin, of every row's position
-    pages     int32 [sequences, entries] of each KV group: the page ids that decode rows read (`kernels.slots.gather_pages`)
-    logit_rows int64 [R] rows of [0, T) whose logits are wanted, ascending; None: all rows
-    prompts              rows of prefill chunks, padded
-    chunk_list int32 [n, 4] those chunks (`kernels.chunks`);   chunks  the same on the host, in row order; none in a graph
-    last_seen int32 [prompts] the last position that a row of the chunks sees where tokens of an image see each other both ways; one
-                         below its own: it sees up to itself. None: as `chunks` say
-    width                decode rows of a sequence
-    soft                 what encoders put into rows of the chunks; None: nothing
-    adapters  int32 [T]  the adapter of each row, -1: none; None: no row has one
-    """
-
-    ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    rope: RopeTensors
-    pages: PageIds
-    logit_rows: Tensor | None = None
-    chunks: tuple[Chunk, ...] = ()
-    width: int = 1
-    prompts: int = 0
-    chunk_list: Tensor | None = None
+    ids: Tensor  # int32 [T]  input token ids
+    positions: Tensor  # int32 [T]  0-based; -1: a padding row, which writes nothing
+    slots: Tensor  # int32 [T]  row of every page table
+    rope: RopeTensors  # fp32 [T, 2 * pairs] of each rotary embedding: cos, then sin
+    pages: PageIds  # int32 [sequences, entries] of each KV group: page ids of decode rows (`kernels.slots.gather_pages`)
+    logit_rows: Tensor | None = None  # int64 [R] rows whose logits are wanted, ascending; None: all rows
+    chunks: tuple[Chunk, ...] = ()  # on the host, in row order; empty in a graph
+    width: int = 1  # decode rows of a sequence
+    prompts: int = 0  # rows of prefill chunks, padded
+    chunk_list: Tensor | None = None  # int32 [n, 4] those chunks (`kernels.chunks`)
+    # int32 [prompts] last position that a row sees in its span; below its own: up to itself. None:
+    # as `chunks` say
     last_seen: Tensor | None = None
-    soft: SoftTokens | None = None
-    adapters: Tensor | None = None
+    soft: SoftTokens | None = None  # outputs of encoders, or None
+    adapters: Tensor | None = None  # int32 [T]  adapter of each row, -1 for none; None: no row has one
 
     @property
     def rows(self) -> int:
-        """How many rows there are, T."""
         return self.ids.shape[0]
 
     @property
     def kind(self) -> RowKind:
-        """Of the rows of one of `blocks`."""
+        """The kind of rows of one of `blocks`."""
         return "extend" if self.prompts else "decode"
 
     @cached_property
     def blocks(self) -> "tuple[ForwardBatch, ...]":
-        """The rows that attention takes at once, in order: those of chunks, then those that decode. Cut once a step, not in every
-        layer."""
+        """The rows of chunks, then those that decode. Cut once a step, not in every layer."""
         blocks = []
         first = self.prompts
         if first:
@@ -120,13 +106,11 @@ class ForwardBatch:
         return tuple(blocks)
 
     def of_rows(self, rows: slice | Tensor) -> "ForwardBatch":
-        """Returns ids, positions, slots and rotary embeddings of some rows, as decode rows without pages."""
         rope = {key: table[rows] for key, table in self.rope.items()}
         return ForwardBatch(self.ids[rows], self.positions[rows], self.slots[rows], rope, ())
 
 
 def frequencies_of(layers: Iterable[Layer], device: torch.device) -> RopeTensors:
-    """Returns fp32 [pairs] of each rotary embedding of the layers."""
     keys = dict.fromkeys((layer.rope, layer.head_dim) for layer in layers)
     return {(rope, d): inverse_frequencies(rope.theta, rope.pairs, d, rope.factor).to(device) for rope, d in keys}
 
@@ -139,7 +123,7 @@ def eager_batch(
     positions: Tensor,
     chunks: tuple[Chunk, ...],
 ) -> ForwardBatch:
-    """Make a batch in memory of its own, from ids, slots and positions int [T] on the cache's device; rows after the chunks
+    """A batch in memory of its own, from ids, slots and positions int [T]; rows after the chunks
     decode."""
     ids, slots, positions = ids.int(), slots.int(), positions.int()
     first = chunk_rows(chunks)

@@ -1,4 +1,4 @@
-"""Builds what a rank holds, alike for workers, benchmarks and plans: model, inboxes, KV cache, runner."""
+"""Builds model, inboxes, KV cache and runner of a rank, for workers, benchmarks and `quartet plan`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,16 +59,13 @@ class Rank:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights: of the model, of its drafter, and of encoders."""
         models = {self.model, self.drafter, *self.encoders.values()}  # an encoder may be of two kinds of media
         return sum(parameter.nbytes for model in models if model is not None for parameter in model.parameters())
 
 
 def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *, checked: bool = True) -> Rank:
-    """Load this rank's shard of `config.model`, filled as `config.load_format` says; on the meta device it stays empty.
-
-    checked: run `start_checks`. Every rank must call it.
-    """
+    """Load this rank's shard of `config.model`; empty on the meta device. checked: run
+    `start_checks`. A collective call."""
     if device.type == "cpu":
         torch.set_num_threads(1)  # ranks share the cores; results must not depend on how many there are
     dtype = getattr(torch, config.dtype)
@@ -95,7 +92,6 @@ def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *,
 
 
 def _filled(checkpoint: Checkpoint, source: str, *arguments: object) -> Any:
-    """Build a checkpoint's shard, and fill it from its files or at random; or leave it empty."""
     made = resolve_name(checkpoint.model)(checkpoint.geometry, *arguments)
     if source == "safetensors":
         resolve_name(checkpoint.loader)(made, checkpoint.tensors, checkpoint.folder, checkpoint.weights)
@@ -113,25 +109,22 @@ def _inboxes(config: EngineConfig, geometry: Geometry, parallel: Parallel, dtype
 
 
 def kv_bytes(rank: Rank) -> int:
-    """Returns the bytes that this rank may spend on KV pages."""
+    """Bytes for KV pages on this rank."""
     free, total = torch.cuda.mem_get_info(rank.device) if rank.device.type == "cuda" else (0, 0)
     return kv_budget(rank.config, total, total - free)
 
 
 def kv_cache(config: EngineConfig, pages: Sequence[int], device: torch.device) -> KVCache:
-    """Allocate pools of `pages[i]` pages for KV group i, and page tables of all slots."""
     slots = config.max_seqs + 1  # one for padding rows
     groups = zip(config.kv_groups, pages, strict=True)
     return KVCache([GroupCache(group, count, slots, config.max_len, device, config.widest) for group, count in groups])
 
 
 def build(rank: Rank, pages: Sequence[int], shapes: StepShapes | None = None) -> Runner:
-    """Build the runner of a loaded rank, over a new `kv_cache`. shapes: of its steps; None: `StepShapes.of` its settings."""
     return build_runner(rank, kv_cache(rank.config, pages, rank.device), shapes or StepShapes.of(rank.config))
 
 
 def build_runner(rank: Rank, cache: KVCache, shapes: StepShapes) -> Runner:
-    """Build a runner over `cache`, and the stages of its steps."""
     config = rank.config
     slots = _slots(rank, cache)
     pages = PageCheck(slots) if config.debug_pages else None

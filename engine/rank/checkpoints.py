@@ -1,4 +1,4 @@
-"""The checkpoints that a rank's models are read from: one list for loading, `check-config` and `plan`. No torch at import."""
+"""The checkpoints of a rank's models, for loading, `check-config` and `plan`. No torch at import."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from engine.rank.load.tensor_table import TensorTable
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One model's. model: `module:class` of its shard; loader: `module:function` that fills the shard, of `load`'s arguments."""
+    """model: `module:class` of its shard; loader: `module:function` with the arguments of `load`."""
 
     folder: Path
     geometry: Geometry
@@ -27,25 +27,22 @@ class Checkpoint:
 
 
 class Checkpoints(NamedTuple):
-    """Of a text model, its drafter, and its encoders by the kind of media that they take."""
-
     text: Checkpoint
     drafter: Checkpoint | None
     encoders: Mapping[MediaKind, Checkpoint]
 
     @property
     def every(self) -> list[Checkpoint]:
-        """Each once; an encoder may take two kinds."""
         drafters = [] if self.drafter is None else [self.drafter]
         return [*dict.fromkeys([self.text, *self.encoders.values(), *drafters])]
 
 
 def checkpoints_of(config: EngineConfig) -> Checkpoints:
-    """Lists the checkpoints of a group; CheckpointError where one's config.json is wrong, or the drafter is another model's."""
+    """CheckpointError: a config.json is wrong, or the drafter belongs to another model."""
     made: Checkpoints = import_module(config.architecture.parts).checkpoints(config)
     return made
 
 
 def check_drafter(architecture: Architecture, folder: Path, target: Geometry) -> None:
-    """Raises CheckpointError where `folder` has no drafter of `target`."""
+    """CheckpointError: `folder` has no drafter of `target`."""
     import_module(architecture.parts).read_drafter(folder, target, 1)

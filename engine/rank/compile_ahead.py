@@ -1,10 +1,8 @@
-"""Compiles a rank's kernels while it loads its weights: `python -m engine.rank.compile_ahead '<CompileArgs>'`.
+"""Compiles a rank's kernels while it loads weights: `python -m engine.rank.compile_ahead
+'<CompileArgs>'`.
 
-    list     a share of what the rank will warm up and capture, its model and caches on the meta device, where tensors hold nothing
-    compile  each variant among it, into Triton's cache on disk
-
-The rank compiles itself what it does not find there yet, and waits for nobody: these processes shorten its boot, no more. Each ends
-when it is done, or with the rank.
+Each process lists a share of the launches on the meta device, and compiles them into Triton's disk
+cache.
 """
 
 import os
@@ -25,7 +23,7 @@ PROCESSES = 8
 
 
 class CompileArgs(msgspec.Struct, frozen=True):
-    """Says what process `share` of `shares` compiles, and for what GPU. parent: the rank's pid."""
+    """Process `share` of `shares`. parent: the rank's pid."""
 
     config: EngineConfig
     target: tuple[int, int]
@@ -36,7 +34,6 @@ class CompileArgs(msgspec.Struct, frozen=True):
 
 
 def start(config: EngineConfig) -> list[subprocess.Popen[bytes]]:
-    """Begin to compile for the ranks of a node's GPUs, in as many processes as half of its CPUs, at most PROCESSES."""
     processes = min(PROCESSES, len(os.sched_getaffinity(0)) // 2)
     target, properties = torch.cuda.get_device_capability(), torch.cuda.get_device_properties()
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -49,14 +46,13 @@ def start(config: EngineConfig) -> list[subprocess.Popen[bytes]]:
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes: all that they compile has been launched."""
     for process in processes:
         process.kill()
         process.wait()
 
 
 def launches(args: CompileArgs) -> list[ListedLaunch]:
-    """Lists this share of rank 0's launches, the first one of each variant."""
+    """This share of rank 0's launches, the first of each variant."""
     with listed(args.target, args.processors) as all_launches, torch.inference_mode():
         rank = load_rank(args.config, FirstOfGroup(args.config.tp), torch.device("meta"), checked=False)
         build(rank, [2 for _ in args.config.kv_groups]).list_launches(args.share, args.shares)
@@ -64,7 +60,7 @@ def launches(args: CompileArgs) -> list[ListedLaunch]:
 
 
 def main() -> None:
-    """Compile a share; each process begins elsewhere, since many variants are in several shares."""
+    """Compile a share. Each process starts elsewhere, since many variants are in several shares."""
     args = msgspec.json.decode(sys.argv[1], type=CompileArgs)
     set_cache_keys()
     signal.alarm(int(args.config.boot_timeout_s))

@@ -9,7 +9,8 @@ from kernels.packed import PackedMatrix, fp8_matrix, unpacked
 
 
 class Fp8Weight(Weight):
-    """values e4m3 [..., m, n], scale fp32 [..., m, 1]. ConfigError on a GPU before compute capability 8.9."""
+    """values e4m3 [..., m, n], scale fp32 [..., m, 1]. ConfigError on a GPU before compute
+    capability 8.9."""
 
     values: Tensor
     scale: Tensor
@@ -38,15 +39,13 @@ def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_tensor_scale(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows e4m3 [m, n] and the matrix's scale [1, 1] -> values and scale, exactly the same numbers."""
+    """Rows e4m3 [m, n] and the matrix's scale [1, 1] -> values and scale, exact."""
     return values, scale.float().expand(len(values), 1)
 
 
 def from_block_scales(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows e4m3 [m, n] and a scale for each block [m / 128, n / 128], rounded up -> values and scale.
-
-    An element that was rounded to e4m3 for its block is rounded once more: by at most 1/16 of itself, or 2^-10 of the row's scale.
-    """
+    """Rows e4m3 [m, n] and a scale for each block [m / 128, n / 128], rounded up -> values and
+    scale. Rounds again: by at most 1/16 of an element, or 2^-10 of the row's scale."""
     rows = scale.float().repeat_interleave(128, 0)[: len(values)]
     return pack(values.float() * rows.repeat_interleave(128, 1)[:, : values.shape[1]])
 
@@ -55,8 +54,8 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by exponent and mantissa; th
 
 
 def from_nvfp4_factor(values: Tensor, scale: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of two e2m1 a byte [m, n / 2], the first in the low bits, a scale for each 16 columns [m, n / 16] and the matrix's
-    [1, 1] -> values and scale. An element is rounded by at most 1/16 of itself, or 2^-10 of the row's scale."""
+    """Two e2m1 a byte [m, n / 2], low bits first, a scale for 16 columns [m, n / 16] and the
+    matrix's [1, 1] -> values and scale. Rounds as `from_block_scales`."""
     numbers = torch.tensor([*_E2M1, *(-number for number in _E2M1)], device=values.device)
     pairs = torch.stack((values & 15, values >> 4), -1).flatten(-2)
     return pack(numbers[pairs.int()] * (scale.float() * factor.float()).repeat_interleave(16, 1))

@@ -12,7 +12,8 @@ _WORDS = 1 << 22  # brought into the kernels' order at once
 
 
 class Int4Weight(Weight):
-    """values int32 [..., m, n / 8], scale [..., m, groups], zero int32 [..., m / 8, groups] or absent."""
+    """values int32 [..., m, n / 8], scale [..., m, groups], zero int32 [..., m / 8, groups] or
+    absent."""
 
     values: Tensor
     scale: Tensor

@@ -1,4 +1,4 @@
-"""Matrices in int8 with a scale for each output channel; rows of x are rounded to int8 with a scale of their own."""
+"""Matrices in int8 with a scale for each output channel; rows of x are quantised to int8 too."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,8 @@ _LEAST_ROWS = 32  # that the library's product takes on a GPU; fewer are padded
 
 
 class Int8Weight(OwnProduct):
-    """values int8 [..., m, n], scale fp32 [..., m, 1]. Sums are exact, so a row's product does not depend on the rows with it."""
+    """values int8 [..., m, n], scale fp32 [..., m, 1]. Sums are exact, so a row's product does not
+    depend on other rows."""
 
     values: Tensor
     scale: Tensor

@@ -1,9 +1,9 @@
-"""A rank's KV cache: one object per KV group owns the group's pool and its page table.
+"""A rank's KV cache: pool and page table of each KV group.
 
-    table [slots, width]              pool [owned layers, pages, 2, kv_heads, page, head_dim]
-    slot 0 | 7 | 3 | 0 | 0 |   ->     page 7: positions 0 .. page - 1 of slot 0, page 3: the next ones
-    slot 1 | 0 | 0 | 9 | 0 |          page 9: slot 1 runs in a window, its older pages were released
-                                      page 0: the null page; every entry of a table is valid in its own pool
+table [slots, width]              pool [owned layers, pages, 2, kv_heads, page, head_dim]
+slot 0 | 7 | 3 | 0 | 0 |   ->     page 7: positions 0 .. page - 1 of slot 0, page 3: the next ones
+slot 1 | 0 | 0 | 9 | 0 |          page 9: slot 1 has a window; its older pages were released
+                                  page 0: the null page; every table entry is valid in its pool
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,14 +19,7 @@ ROW_TOKENS = 256  # a table row covers a multiple of so many positions: the step
 
 
 class GroupCache:
-    """Pool and table of one KV group on one rank; both zero-filled.
-
-    group  what it holds
-    pool   [owned layers, pages, 2, kv_heads, page, head_dim] of its dtype: K at [..., 0, ...], V at [..., 1, ...]; page 0 is null
-    layers the pool's [pages, 2, kv_heads, page, head_dim] by index of the model's layers that own their K and V
-    table  int32 [slots, width], contiguous; width covers `max_len` and is a multiple of 256 // page
-    read_width  page ids that a sequence of `queries` queries reads at most: the table's width, or those of a window
-    """
+    """Pool and table of one KV group, zero-filled. Page 0 is null."""
 
     def __init__(
         self,
@@ -38,17 +31,18 @@ class GroupCache:
         queries: int = 1,
     ) -> None:
         self.group = group
+        # K at [..., 0, ...], V at [..., 1, ...].
         shape = (len(group.layers), pages, 2, group.kv_heads, group.page, group.head_dim)
         self.pool = torch.zeros(shape, dtype=getattr(torch, group.dtype), device=device)
+        # Covers `max_len`, and is a multiple of 256 // page.
         width = -(-max_len // ROW_TOKENS) * (ROW_TOKENS // group.page)
         self.table = torch.zeros((slots, width), dtype=torch.int32, device=device)
+        # Most page ids that a sequence of `queries` queries reads.
         self.read_width = min(width, group.worst_pages(width * group.page) - (1 - queries) // group.page)
-        self.layers = dict(zip(group.layers, self.pool, strict=True))
+        self.layers = dict(zip(group.layers, self.pool, strict=True))  # by index of the layers that own K and V
 
 
 class KVCache:
-    """All groups of a rank, found by layer."""
-
     def __init__(self, groups: Sequence[GroupCache]) -> None:
         self.groups = tuple(groups)
         self._of = {layer: cache for cache in self.groups for layer in cache.group.layers}
@@ -57,16 +51,15 @@ class KVCache:
         return iter(self.groups)
 
     def of(self, layer: Layer) -> GroupCache:
-        """Returns the group that holds what `layer` reads: its own K and V, or its producer's."""
+        """The group that holds what `layer` reads: its own K and V, or its producer's."""
         return self._of[layer.kv_source]
 
     def page_rows(self, sequences: int) -> PageIds:
-        """Allocate int32 [sequences, read_width] of each group."""
+        """int32 [sequences, read_width] of each group."""
         return tuple(cache.table.new_zeros(sequences, cache.read_width, dtype=torch.int32) for cache in self)
 
     def gather(self, slots: Tensor, positions: Tensor, pages: PageIds) -> PageIds:
-        """Gather the page ids that rows (slot, position), int32 each, read -> `pages`, `page_rows` of their sequences
-        (`gather_pages`), which it returns."""
+        """Gather the page ids that rows (slot, position), int32 each, read into `pages`."""
         for cache, page_ids in zip(self, pages, strict=True):
             gather_pages(cache.table, slots, positions, cache.group.page, cache.group.window, page_ids)
         return pages

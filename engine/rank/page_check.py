@@ -1,11 +1,9 @@
-"""The setting `debug_pages` on a rank: compares the device's page tables with those that the plans make.
+"""The setting `debug_pages`: compares the device's page tables with those that the plans make.
 
     plan --expect--> expected tables --.
     plan --apply--> tables ------------+--> check_rows -----> violations --with the step's result--> PageViolation
                       |                |                          |
                       `--FlashInfer's own copies --> check_rows --'
-
-A wrong table raises with the result of the step that would have read it.
 """
 
 from typing import NamedTuple
@@ -33,7 +31,7 @@ _SHOWN = 4
 
 
 class Violation(NamedTuple):
-    """A record of `kernels.table_check`, by name: `page` stands where `expected` should."""
+    """A record of `kernels.table_check`: `page` instead of `expected`."""
 
     kind: int
     group: int
@@ -46,8 +44,6 @@ class Violation(NamedTuple):
 
 
 class PageCheck:
-    """The check of one rank. `violations`: device records, which a step copies out with its result."""
-
     def __init__(self, slots: SlotState) -> None:
         self._slots = slots
         self._pages = [cache.pool.shape[1] for cache in slots.cache]
@@ -57,7 +53,8 @@ class PageCheck:
         self.violations = new_violations(slots.device)
 
     def expect(self, plan: PlanView) -> None:
-        """Apply a plan to the expected tables, before its step. PageViolation: it appends an entry or page that is not there."""
+        """Apply a plan to the expected tables. PageViolation: it appends an entry or page that does
+        not exist."""
         for group, slot, first, count in plan.releases.tolist():
             self._tables[group][slot, first : first + count] = 0
         for table in self._tables:
@@ -71,12 +68,10 @@ class PageCheck:
             self._tables[group][slot, entry] = page
 
     def clear(self) -> None:
-        """Zero the expected tables."""
         for table in self._tables:
             table.zero_()
 
     def check(self, batch: ForwardBatch) -> None:
-        """Check on the device, between a step's inputs and its model. Capturable."""
         first = batch.prompts
         slots, positions = (rows[first :: batch.width].contiguous() for rows in (batch.slots, batch.positions))
         for cache, ends, gathered in zip(self._slots.cache, self._ends, batch.pages, strict=True):
@@ -84,12 +79,13 @@ class PageCheck:
             self.compare(ROW_ENTRY, cache.group, gathered, slots, positions, cache.group.window)
 
     def compare(self, kind: int, group: KVGroup, actual: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
-        """Compare rows of page ids with the expected tables, on the device; of the kind COPIED_ENTRY as `CopyCheck`. Capturable."""
+        """Compare rows of page ids with the expected tables; COPIED_ENTRY as `CopyCheck`.
+        Capturable."""
         expected, pages = self._tables[group.index], self._pages[group.index]
         check_rows(kind, group.index, actual, expected, pages, slots, positions, group.page, window, self.violations)
 
     def verify(self, step: int, violations: np.ndarray) -> None:
-        """Raise PageViolation, which says where, if the records that step `step` copied out have any."""
+        """PageViolation if the records of `step` have any."""
         count = int(violations[0])
         if count:
             records = violations[RECORD:].reshape(RECORDS, RECORD)[:count].tolist()
@@ -101,7 +97,6 @@ class PageCheck:
         return f"slot {slot}, group {self._slots.cache.groups[group].group.name}, entry {entry}"
 
     def _sentence(self, wrong: Violation) -> str:
-        """Says a violation in words: row, group, entry, and the page's owner."""
         row = "" if wrong.kind == TABLE_ENTRY else f"row {wrong.row} at position {wrong.position}, "
         where = f"{row}{self._entry_name(wrong.group, wrong.slot, wrong.entry)}"
         if wrong.kind == ROW_ENTRY and wrong.page == wrong.expected == 0:
@@ -111,7 +106,6 @@ class PageCheck:
         return f"{where}: {verb} page {wrong.page}, expected {expected}; {self._owner(wrong.group, wrong.page)}"
 
     def _owner(self, group: int, page: int) -> str:
-        """Says whose page stands in the wrong place."""
         if not 0 <= page < self._pages[group]:
             return f"its pool has {self._pages[group]} pages"
         if not page:

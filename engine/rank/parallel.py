@@ -1,9 +1,9 @@
-"""The tensor-parallel group: who this rank is, and three collectives, with one implementation for each kind of device.
+"""The tensor-parallel group: rank, size and collectives, by kind of device.
 
     cpu    `MappedCollectives`: memory that the ranks inherit; sums and gathers of any size; no sockets, no torch.distributed
     cuda   `CudaGroup`: sums of few rows over symmetric memory, larger ones and gathers by NCCL; rendezvous in a file
 
-A group of one needs none of them. An all-reduce is also the barrier at boot: nobody leaves it before everybody came.
+An all-reduce is also the barrier at boot.
 """
 
 import os
@@ -25,29 +25,28 @@ SYMMETRIC_BYTES = 512 << 10  # from about here on NCCL is the faster one
 
 
 class Parallel(Protocol):
-    """One rank of a group. Every rank calls the same collectives in the same order with equal shapes."""
+    """One rank of a group. Every rank calls the same collectives in the same order with equal
+    shapes."""
 
     rank: int
     size: int
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, added in rank order: the same bits on every rank. May reuse `x`."""
+        """Sum in rank order: the same bits on every rank. May reuse `x`."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """`[..., n]` of every rank -> `[..., n * size]`, concatenated in rank order."""
+        """`[..., n]` of every rank -> `[..., n * size]`, in rank order."""
 
     def exchange_rows(self, x: Tensor) -> Tensor:
-        """`[rows, n]` of every rank, rows a multiple of size -> `[size, rows / size, n]`: of every rank, the rows r with
-        r mod size = this rank."""
+        """`[rows, n]`, rows a multiple of size -> `[size, rows / size, n]`: of every rank, rows r
+        with r mod size = this rank."""
 
     def peer_memory(self, size: int) -> Sequence[Tensor] | None:
-        """uint8 [size] of each rank, which all can write; None where there is none (one rank, or ranks on a CPU). Every rank calls
-        it, at boot."""
+        """uint8 [size] of each rank, writable by all; None for one rank or a CPU. A collective
+        call, at boot."""
 
 
 class Inboxes(NamedTuple):
-    """One rank's end of the memory that ranks write into each other's."""
-
     allreduce: AllReduceInbox
     argmax: ArgmaxInbox
     sequence: SequenceParallel | None = None
@@ -56,11 +55,11 @@ class Inboxes(NamedTuple):
 def make_inboxes(
     parallel: Parallel, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0), *, shares_rows: bool = True
 ) -> Inboxes | None:
-    """Makes a rank's inboxes in `Parallel.peer_memory`, for steps of up to `rows` rows and fused norms of up to `width` elements a
-    row, and for steps of `prompt_rows` rows, whose ranks norm rows of their own; None where there is no such memory. Without
-    `shares_rows` every rank has all rows of the residual; two ranks always do, who would send no less.
+    """Inboxes for steps of up to `rows` rows and fused norms of up to `width` elements, and
+    sequence-parallel norms for `prompt_rows` rows. None without `Parallel.peer_memory`.
 
-    Every rank must call it: they are empty on every rank before anybody can write.
+    Without `shares_rows`, or with two ranks, every rank has all rows of the residual. A collective
+    call.
     """
     rank, size = parallel.rank, parallel.size
     sequence_bytes = SequenceParallel.bytes(size, prompt_rows[-1], width, dtype) if prompt_rows else 0
@@ -81,13 +80,10 @@ def make_inboxes(
 
 
 def inboxes_of(inboxes: Inboxes | None, rows: int) -> tuple[AllReduceInbox, ArgmaxInbox] | tuple[None, None]:
-    """Both, if there are any and they hold so many rows; without them sums and choices are collectives."""
     return (inboxes.allreduce, inboxes.argmax) if inboxes is not None and rows <= inboxes.allreduce.rows else (None, None)
 
 
 class Single:
-    """A group of one."""
-
     rank, size = 0, 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -100,7 +96,7 @@ class Single:
         return x[None]
 
     def peer_memory(self, _size: int) -> None:
-        """None: there are no other ranks."""
+        ...
 
 
 class FirstOfGroup(Single):
@@ -116,13 +112,12 @@ class FirstOfGroup(Single):
         return x.new_empty((self.size, len(x) // self.size, *x.shape[1:]))
 
     def peer_memory(self, size: int) -> Sequence[Tensor] | None:  # type: ignore[override]
-        """As `Parallel.peer_memory`, of nothing."""
         return [torch.empty(size, dtype=torch.uint8, device="meta")] * self.size if self.size > 1 else None
 
 
 class CudaGroup:
-    """NCCL, and symmetric memory where a sum's message fits it: torch's kernel adds in rank order for 2, 4 and 8 ranks, in the
-    message's own dtype. NCCL's sums are equal on all ranks, but not in rank order, and not row by row alike."""
+    """NCCL, and torch's symmetric memory for small sums, in rank order for 2, 4 and 8 ranks. NCCL's
+    sums are equal on all ranks, but not in rank order."""
 
     def __init__(self, rank: int, size: int, store: str, timeout_s: float) -> None:
         self.rank, self.size, self._device = rank, size, torch.device("cuda", rank)
@@ -170,11 +165,11 @@ class CudaGroup:
 
 
 def connect(rank: int, size: int, device: torch.device, reduce: int, store: str, timeout_s: float) -> Parallel:
-    """This rank's group on `device`: the one place where an implementation is chosen.
+    """This rank's group on `device`.
 
-    reduce     descriptor of `shared_bytes(size)` zeroed bytes that the ranks share (cpu)
+    reduce     descriptor of `shared_bytes(size)` zeroed shared bytes (cpu)
     store      path of the rendezvous file (cuda)
-    timeout_s  bound of one wait for the other ranks; `MappedCollectives.timeout_s` may be lowered once all are up
+    timeout_s  of one wait for the other ranks; `MappedCollectives.timeout_s` may be lowered later
     """
     if size == 1:
         return Single()
@@ -184,10 +179,8 @@ def connect(rank: int, size: int, device: torch.device, reduce: int, store: str,
 
 
 def self_check(parallel: Parallel, device: torch.device, dtype: torch.dtype) -> None:
-    """Sums and gathers of known values, short ones and ones that take the way of large messages; also a barrier.
-
-    Raises ConfigError, which names rank and message, when one comes out wrong. The values are small integers: exact in bf16.
-    """
+    """Check sums and gathers of small integers, exact in bf16, in short and large messages; also a
+    barrier. ConfigError."""
     rank, size = parallel.rank, parallel.size
     for length in (64, max(SYMMETRIC_BYTES, SLOT_BYTES) // dtype.itemsize + 64):
         pattern = torch.arange(length, device=device).remainder(7).to(dtype)
@@ -200,10 +193,7 @@ def self_check(parallel: Parallel, device: torch.device, dtype: torch.dtype) -> 
 
 @torch.inference_mode()
 def check_own_rows(parallel: Parallel, sequence: SequenceParallel, dtype: torch.dtype) -> None:
-    """Parts of known values, of which each rank norms rows of its own: all ranks get what an all-reduce and a norm give.
-
-    Raises ConfigError as `self_check` does.
-    """
+    """Check that sequence-parallel norms equal an all-reduce and a norm. ConfigError."""
     rows, n = 16 * parallel.size, sequence.width
     part = torch.arange(rows * n, device=sequence.device).remainder(5 + parallel.rank).to(dtype).view(rows, n)
     norms, residual = Norms(*torch.ones_like(part[:2])), torch.ones_like(part)

@@ -1,16 +1,10 @@
-"""Products over ranks and the sums of their parts: the one file that knows how ranks exchange rows.
-
-    column-parallel   by a `Weight` of this rank's rows: the result stays local
-    row-parallel      by a `Weight` of this rank's columns: the result is this rank's part of a sum over ranks
-    sum_norm          adds the parts. Gemma norms every such sum, so sum, norm, residual and next norm are one step
-
-A forward has one `Exchange`:
+"""Tensor-parallel products and the sums of their parts; the only file that knows how ranks exchange
+rows.
 
     Exchange       one rank, or each sum is a collective
     InboxExchange  up to some thousand rows: parts go to the ranks' inboxes, of few rows from the product's own kernel
     OwnRows        more rows: each rank norms rows of its own, and parts and rows travel in pieces while products run
-
-and, where rows have adapters, an AdaptedExchange around it.
+    AdaptedExchange  around one of these, where rows have adapters
 """
 
 import torch
@@ -32,22 +26,18 @@ _PRODUCTS = 512  # of a forward that adapters change
 
 
 class Exchange:
-    """Each sum over ranks is a collective. Where there is one rank, a row-parallel product of few rows may come in fp32 parts
-    [parts, T, m] (`kernels.linear.linear_parts`).
+    """Sums over ranks are collectives. On one rank, a row-parallel product of few rows may give
+    fp32 parts [parts, T, m] (`kernels.linear.linear_parts`)."""
 
-    adapters    int32 [T], the adapter of each row; None: no row has one
-    packs_rows  norms may pack the rows that its products read
-    """
-
-    adapters: Tensor | None = None
-    packs_rows = True
+    adapters: Tensor | None = None  # int32 [T], the adapter of each row; None: no row has one
+    packs_rows = True  # whether norms may pack the rows that its products read
 
     def __init__(self, parallel: Parallel, eps: float) -> None:
         self.parallel = parallel
         self._eps = eps
 
     def product(self, weight: Weight, x: Activations, epilogue: Epilogue = NONE) -> Tensor:
-        """x [T, n] -> x W^T [T, m] with its epilogue, by a matrix of which nothing is summed over ranks here."""
+        """x [T, n] -> x W^T [T, m] with its epilogue, not summed over ranks."""
         return weight.product(x, epilogue)
 
     def column_parallel(self, weight: Weight, x: Rows) -> Tensor:
@@ -56,19 +46,20 @@ class Exchange:
         return weight.product(x)
 
     def gated(self, weight: Weight, x: Rows, down: Weight) -> Activations | Pieces:
-        """x [T, n] -> gelu_tanh(x G^T) * x U^T [T, m] for a row-parallel product with `down`; W = [G; U]."""
+        """x [T, n] -> gelu_tanh(x G^T) * x U^T [T, m] for a row-parallel product with `down`; W =
+        [G; U]."""
         assert isinstance(x, Activations)
         return weight.gated(x, down)
 
     def row_parallel(self, weight: Weight, x: Activations | Pieces, added: LowRank | None = None) -> Part:
-        """x [T, n] -> this rank's part of x W^T [T, m], and of what rows' adapters add."""
+        """x [T, n] -> this rank's part of x W^T [T, m], with what adapters add."""
         assert isinstance(x, Activations)
         return weight.parts(x, added) if self.parallel.size == 1 else weight.product(x, added=added)
 
     def sum_norm(
         self, part: Part, residual: Tensor | None, norms: Norms, scalar: Tensor | None = None, scale: float = 1.0
     ) -> tuple[Tensor, Rows]:
-        """This rank's part of a sum -> (h, x) of `kernels.fused_allreduce_norm`; x is h where there is no next norm."""
+        """Part of a sum -> (h, x) of `kernels.fused_allreduce_norm`; x is h without a next norm."""
         assert isinstance(part, Tensor)
         return self.norm(self.parallel.all_reduce(part), residual, norms, scalar, scale)
 
@@ -84,13 +75,11 @@ class Exchange:
         return x
 
     def of_rows(self, rows: Tensor) -> "Exchange":  # noqa: ARG002 (for those that know rows)
-        """The exchange for these few of the step's rows, int64 [R]."""
+        """The exchange for these rows int64 [R]."""
         return self
 
 
 class InboxExchange(Exchange):
-    """Ranks write their parts into each other's inboxes."""
-
     def __init__(self, parallel: Parallel, eps: float, inbox: AllReduceInbox) -> None:
         super().__init__(parallel, eps)
         self._inbox = inbox.begin()
@@ -108,7 +97,8 @@ class InboxExchange(Exchange):
 
 
 class OwnRows(Exchange):
-    """Each rank norms rows of its own: sequence parallelism. A product of gathered rows computes each piece once it has come."""
+    """Sequence parallelism: each rank norms rows of its own. A product of gathered rows computes
+    each piece when it has arrived."""
 
     def __init__(self, parallel: Parallel, eps: float, sequence: SequenceParallel) -> None:
         super().__init__(parallel, eps)
@@ -145,7 +135,6 @@ class OwnRows(Exchange):
         return x.whole() if isinstance(x, GatheredRows) else super().all_rows(x)
 
     def cut(self, x: Tensor) -> Pieces:
-        """The pieces of x [T, ...], as those of a row-parallel product are cut."""
         return self._sequence.cut(x)
 
     def of_rows(self, rows: Tensor) -> Exchange:  # noqa: ARG002 (it takes any)
@@ -153,8 +142,7 @@ class OwnRows(Exchange):
 
 
 class AdaptedExchange(Exchange):
-    """The exchange `inner` of a step in which rows have adapters. What they add to a row-parallel product is added to this rank's
-    part, before ranks exchange parts. Adapters read plain rows."""
+    """`inner` with adapters. Their part is added before ranks exchange parts, and reads plain rows."""
 
     packs_rows = False
 
@@ -165,7 +153,7 @@ class AdaptedExchange(Exchange):
         self._words = iter(torch.zeros(_PRODUCTS, dtype=torch.int32, device=adapters.device).split(1))
 
     def _added(self, weight: Weight, x: Activations, rows: Tensor | None = None) -> LowRank | None:
-        """What adapters add to a product. rows: the adapter of each row of x, where they are not all of the step's."""
+        """rows: the adapter of each row of x, if they are not all of the step's."""
         if weight.adapters is None:
             return None
         assert isinstance(x, Tensor)
@@ -221,8 +209,7 @@ class AdaptedExchange(Exchange):
 
 
 def exchange_over(peers: Peers, parallel: Parallel, eps: float, adapters: Tensor | None = None) -> Exchange:
-    """The exchange of a forward whose ranks have these inboxes or sequence-parallel norms. adapters: of its rows, where some have
-    one."""
+    """adapters: int32 [T], or None."""
     if adapters is not None:
         return AdaptedExchange(exchange_over(peers, parallel, eps), adapters)
     if isinstance(peers, AllReduceInbox):

@@ -1,7 +1,5 @@
-"""Logprobs of a prompt's tokens: a row of a prefill chunk gives those of the token behind it, which is known.
-
-What leaves the device is a few numbers a token (`engine.protocol.PromptLogprobs`).
-"""
+"""Logprobs of prompt tokens: a row of a prefill chunk gives those of the next token, which is
+known."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +13,7 @@ from engine.rank.batch import Chunk
 
 
 class PromptScoring(NamedTuple):
-    """What a slot's sequence reports of its `prompt` tokens: the logprob of each but the first, beside so many alternatives.
-    `number`: low 31 bits of its admission number."""
+    """`number`: low 31 bits of the admission number."""
 
     number: int
     prompt: int
@@ -25,7 +22,7 @@ class PromptScoring(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """The first `count` rows of a step's chunk, which give logprobs of the tokens behind them."""
+    """The first `count` rows of a chunk, which give logprobs of the tokens after them."""
 
     chunk: Chunk
     scoring: PromptScoring
@@ -33,7 +30,6 @@ class ScoredRows:
 
 
 def scored_rows(chunks: Sequence[Chunk], scorings: Mapping[int, PromptScoring]) -> list[ScoredRows]:
-    """Returns the rows of a step's chunks that give logprobs of prompt tokens."""
     rows = []
     for chunk in chunks:
         if (scoring := scorings.get(chunk.slot)) is not None:
@@ -44,8 +40,7 @@ def scored_rows(chunks: Sequence[Chunk], scorings: Mapping[int, PromptScoring]) 
 
 
 def prompt_rows(scored: Sequence[ScoredRows], words: np.ndarray) -> list[PromptRow]:
-    """Cut what `SampleStage.prompt_logprobs` gave, int32 [n, 2 + 2 most] on the host, for each chunk with the alternatives that it
-    asks for."""
+    """Cut the output of `SampleStage.prompt_logprobs`, int32 [n, 2 + 2 most] on the host, by chunk."""
     most, reports, first = words.shape[1] // 2 - 1, [], 0
     for part in scored:
         own, count = words[first : first + part.count], part.scoring.alternatives

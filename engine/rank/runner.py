@@ -1,4 +1,4 @@
-"""One plan in, one result out: the stages of a step in order.
+"""One plan in, one result out: the stages of a step.
 
     forward  upload the plan, run the model                              does not wait for the device
     sample   upload masks, sample, store the tokens, start the copy out  likewise; `launch` is both
@@ -6,9 +6,8 @@
     result   wait for the copy; the result's bytes                       in plan order
     fold     update the state hash
 
-Plans are padded to `engine.step_shapes` and run as captured graphs on a GPU, elsewhere by the same functions called eagerly; those
-with many prompt tokens, or that report logprobs of them, run as they are. Two steps may be launched and not finished, so each has
-its own memory for the copy out.
+Padded plans run as CUDA graphs on a GPU, elsewhere eagerly; those with many prompt tokens, or with
+prompt logprobs, run unpadded.
 """
 
 from collections import deque
@@ -41,11 +40,7 @@ from engine.step_shapes import StepShapes, StepSizes
 
 @dataclass(eq=False, repr=False)
 class Runner:
-    """Runs plans on one rank, and decides nothing. `engine.rank.builder` makes its stages.
-
-    adapted     its model has adapters: steps in which rows have some run as a second graph of the forward
-    capturable  its steps can be captured as CUDA graphs;   graphs  of them, once they are captured
-    """
+    """Runs plans on one rank. `engine.rank.builder` makes its stages."""
 
     shapes: StepShapes
     slots: SlotState
@@ -55,20 +50,20 @@ class Runner:
     draft_stage: DraftStage | None
     encode_stage: EncodeStage
     report_stage: ReportStage
-    capturable: bool
-    adapted: bool
-    graphs: StageGraphs | None = None
+    capturable: bool  # its steps can be captured as CUDA graphs
+    adapted: bool  # its model has adapters: steps with adapted rows run as a second graph of the forward
+    graphs: StageGraphs | None = None  # once they are captured
 
     @property
     def state_hash(self) -> int:
-        """The state hash after the last finished step (`Launched.fold`)."""
+        """After the last finished step (`Launched.fold`)."""
         return self.report_stage.state_hash
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture steps of every size; on a GPU, once, before the first plan, on every rank.
 
-        RuntimeError: another rank's part of an all-reduce did not come, and the inboxes are broken.
+        RuntimeError: a peer's part of an all-reduce did not come, and the inboxes are broken.
         """
         graphs = StageGraphs(self.slots.device)
         for sizes in self._captured():
@@ -93,14 +88,13 @@ class Runner:
             raise RuntimeError("another rank's part of an all-reduce did not come in time while decode steps were captured")
 
     def _captured(self) -> Iterator[StepSizes]:
-        """Yields the sizes of steps that are captured, largest first. They run the empty plan uploaded here, which fits all."""
+        """The sizes of captured steps, largest first. The empty plan, uploaded here, fits all."""
         self.inputs.upload(read_plan(encode_plan(StepPlan(0))))
         yield from reversed(self.shapes.sizes)
 
     @torch.inference_mode()
     def list_launches(self, share: int, shares: int) -> None:
-        """Launch on the meta device every `shares`-th step that `capture` records, once, and in the first share what `warm`
-        runs."""
+        """Every `shares`-th captured step once, and in the first share `warm`."""
         if share == 0:
             self.warm()
         for sizes, name in product(islice(self._captured(), share, None, shares), LARGEST_SAMPLERS):
@@ -108,8 +102,6 @@ class Runner:
 
     @torch.inference_mode()
     def repeat(self, sizes: StepSizes, sampler: str) -> None:
-        """Run the plan uploaded last eagerly, padded to `sizes`, and after decode rows alone the drafts of the next step; on a
-        GPU."""
         if self.adapted:
             self.forward_stage.padded(sizes, adapted=True)
         batch, hidden = self.forward_stage.padded(sizes)
@@ -121,12 +113,10 @@ class Runner:
                 self.draft_stage.draft(sizes.decodes, sizes.width - 1)
 
     def _sampled_by(self, name: str, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
-        """Call `_sampled` for the sampler of that name. Capturable."""
         asked = ResultRows(small_top_k=name.endswith("small_top_k"), adjusted=name.startswith("adjusted"))
         return self._sampled(batch, hidden, asked)
 
     def _sampled(self, batch: ForwardBatch, hidden: Tensor, asked: ResultRows) -> StepTokens:
-        """Sample the uploaded plan's result rows, and accept their drafts."""
         sampled = self.sample_stage.sample(self.inputs.plan, batch, hidden, asked)
         if self.draft_stage is None or batch.width == 1:
             return sampled
@@ -134,10 +124,10 @@ class Runner:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Run prefills and samplers; on a GPU, once, before the first plan: nothing may be compiled, or found not to fit in memory,
-        while requests wait. Prefills of `StepShapes.warm_rows`, and of each bucket of rows all that samplers do.
+        """Run prefills of `StepShapes.warm_rows` and all samplers; on a GPU, once, so that nothing
+        compiles or runs out of memory later.
 
-        They run in the padding slot, whose pages are the null page, which is zeroed again afterwards.
+        They run in the padding slot, whose null page is zeroed again afterwards.
         """
         self.slots.warm()
         self.encode_stage.warm(graphs=self.capturable)
@@ -157,8 +147,7 @@ class Runner:
             group.pool[:, 0] = 0
 
     def _prefilled(self, rows: int) -> tuple[ForwardBatch, Tensor]:
-        """Run a prefill of so many rows in the padding slot, the largest one of an image where there may be some; returns it, and
-        its final hidden rows."""
+        """The largest prefill of an image if there may be any; returns batch and final hidden rows."""
         image = self.shapes.images and rows == self.shapes.longest
         chunk = (self.slots.padding, 0, rows, rows - 1, 0, int(image))
         plan = read_plan(encode_plan(StepPlan(1, chunks=[chunk], spans=[(0, rows)] * image)))
@@ -170,7 +159,6 @@ class Runner:
         return batch, self.forward_stage.run(replace(batch, logit_rows=None))
 
     def _warm_samplers(self, batch: ForwardBatch, hidden: Tensor) -> None:
-        """Run all that samplers do, for the last row of a prefill, as often as there are rows in each decode step."""
         sizes = {rows * width for rows, width in product(self.shapes.sequences, self.shapes.widths)}
         for rows in sorted(sizes, reverse=True):  # memory that the largest took does for the others
             asked = ResultRows(small_top_k=True, filtered=range(rows), reported=range(rows), alternatives=MAX_ALTERNATIVES)
@@ -180,13 +168,12 @@ class Runner:
                 self.sample_stage.sample(self.inputs.plan, ends, hidden[-1:].repeat(rows, 1), asked)
 
     def launch(self, data: bytes, masks: bytes = b"", media: MediaReader | None = None) -> Launched:
-        """Start the step of the plan `data`, with `masks` if it has masked rows, and the encodes of `media` that it names. At most
-        two may be launched and not finished."""
+        """Start a step and the encodes that it names. At most two may be launched and not finished."""
         return self.sample(self.forward(data, media), masks)
 
     @torch.inference_mode()
     def forward(self, data: bytes, media: MediaReader | None = None) -> Forwarded:
-        """Start the forward of the plan `data`; `sample` must follow before the next `forward`."""
+        """Start the forward; `sample` must follow before the next one."""
         plan = read_plan(data)
         if self.forward_stage.pages is not None:
             self.forward_stage.pages.expect(plan)
@@ -213,12 +200,10 @@ class Runner:
         return step
 
     def _is_adapted(self, plan: PlanView) -> bool:
-        """Whether a row of the plan has an adapter."""
         slots = (plan.rows[:, 0], plan.chunks[:, 0])
         return self.adapted and any(map(self.slots.have_adapters, slots))
 
     def _forward_padded(self, step: Forwarded, sizes: StepSizes) -> None:
-        """Run the forward of the uploaded plan padded to `sizes`, as a graph if there is one."""
         adapted = self._is_adapted(step.plan)
         if sizes.prompts and self.inputs.soft is not None:
             chunks = chunks_of(step.plan)
@@ -230,7 +215,6 @@ class Runner:
             step.batch, step.hidden = self.graphs.replay("adapted forward" if adapted else "forward", sizes)
 
     def _forward_unpadded(self, step: Forwarded, sizes: StepSizes) -> None:
-        """Run the forward of the uploaded plan, which has chunks, as it is, and what it reports of its prompts."""
         chunks = chunks_of(step.plan)
         soft = self.encode_stage.soft_tokens(chunks)
         step.scored = scored_rows(chunks, self.slots.prompt_scorings)
@@ -243,7 +227,7 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, masks: bytes = b"") -> Launched:
-        """Start the sampling of a step, with `masks` if it has masked rows, and the copy of its outputs."""
+        """Start sampling, with `masks` if it has masked rows, and the copy of its outputs."""
         plan = step.plan
         if plan.masked:
             given = decode_masks(masks)
@@ -265,7 +249,6 @@ class Runner:
         return launched
 
     def _drafted(self, step: Forwarded, batch: ForwardBatch, sampled: StepTokens, stage: DraftStage) -> StepTokens:
-        """Draft after what a step's sequences sampled; returns that, with the drafts if the core has to know them."""
         plan = step.plan
         if batch.width == 1:
             stage.accept(batch, sampled.chosen, step.hidden, adjusted=False)
@@ -278,7 +261,7 @@ class Runner:
         return replace(sampled, drafts=stage.last_drafts(sequences, plan.drafts)) if plan.masked else sampled
 
     def run(self, plans: Iterable[bytes]) -> list[bytes]:
-        """Run every plan, in order, DEPTH at a time; returns their results' bytes."""
+        """DEPTH at a time; returns the results' bytes."""
         out: deque[Launched] = deque()
         results = []
         for data in plans:
@@ -288,7 +271,6 @@ class Runner:
         return results + [launched.finish() for launched in out]
 
     def _encode(self, step: Forwarded) -> None:
-        """Begin the encodes of a step, unless they have begun."""
         if step.media and len(step.plan.encodes):
             self.encode_stage.encode(step.plan.encodes[:, 0].tolist(), step.media)
         step.media = None

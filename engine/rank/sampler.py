@@ -1,17 +1,10 @@
-"""Logits to tokens over a vocabulary that is cut across ranks: every rank ends with the same tokens, and none is sent.
+"""Samples from logits cut over ranks: every rank computes the same tokens, and none is sent.
 
-    every row        is adjusted if its slot says so (`kernels.adjust`); each rank's best, 16 bytes a row, gives the tokens of
-                     greedy and plain rows (`kernels.choose`)
-    small top_k      each rank's best SMALL_TOP_K ids are gathered, 1 KiB a row and rank, and filtered (`kernels.candidates`)
-    other filters    a rank is sent the whole logits of its share of such rows and filters them (`kernels.filters`); a small gather
-                     brings the tokens back
-    with logprobs    each rank's part of the sum, its best and what is asked for are gathered, a few numbers a row
+    every row        is adjusted (`kernels.adjust`); each rank's best gives the tokens of greedy and plain rows (`kernels.choose`)
+    small top_k      each rank's best SMALL_TOP_K ids are gathered and filtered (`kernels.candidates`)
+    other filters    each rank is sent whole rows of logits for its share and filters them (`kernels.filters`)
 
-A row pays for what it asks for, and its token does not depend on who stands beside it. Of rows with other filters, or logprobs, so
-many are worked on at once as have `PIECE_LOGITS` of a rank's logits.
-
-Log-probabilities are of the capped logits, before anything is adjusted or masked. A row with a NaN anywhere samples nothing: its
-token is 0 and its flag is set, on every rank. Every op has its reference in plain torch, which a CPU runs.
+Logprobs are of capped, unadjusted logits. A row with a NaN gets token 0 and its flag.
 """
 
 from collections.abc import Sequence
@@ -37,30 +30,23 @@ from kernels.sampling_batch import SamplingBatch, SlotParameters
 
 @dataclass(frozen=True)
 class ResultRows:
-    """The rows of a step that give tokens, and what they ask for beside this rank's best, as the host knows.
+    """The rows of a step that give tokens, as the host knows them."""
 
-    slots         int32 [R] on the host, in the result's order, `width` of each sequence
-    numbers       int32 [R]: low 31 bits of each row's admission number
-    logprobs      of each row: how many alternatives it reports; None: no logprobs
-    adjusted      whether any row's logits are adjusted
-    small_top_k   whether any row has a small top_k
-    filtered      rows with other filters, ascending;   reported  rows with logprobs, ascending
-    alternatives  the most logprobs that a row reports beside its token's
-    """
-
+    # int32 [R] on the host, in the result's order, `width` of each sequence
     slots: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32), compare=False)
+    # int32 [R]: low 31 bits of each row's admission number
     numbers: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32), compare=False)
-    logprobs: Sequence[int | None] = ()
+    logprobs: Sequence[int | None] = ()  # alternatives that each row reports; None: no logprobs
     width: int = 1
     adjusted: bool = False
     small_top_k: bool = False
-    filtered: Sequence[int] = ()
-    reported: Sequence[int] = ()
-    alternatives: int = 0
+    filtered: Sequence[int] = ()  # rows with other filters, ascending
+    reported: Sequence[int] = ()  # rows with logprobs, ascending
+    alternatives: int = 0  # the most that a row reports
 
 
 class Sampler:
-    """Samples from this rank's slice of the logits. `suppress`: ids that no row may ever give."""
+    """`suppress`: ids that no row may give."""
 
     def __init__(
         self, parallel: Parallel, vocabulary: int, softcap: float | None, suppress: Sequence[int], device: torch.device
@@ -71,17 +57,16 @@ class Sampler:
         self._processors = processors(device)
 
     def batch(self, slots: Tensor, positions: Tensor, parameters: SlotParameters, tokens: Tensor) -> SamplingBatch:
-        """Returns the rows that sample, for slots and input positions int32 [R] and the slots' tables. Their logits are not
-        adjusted."""
         return SamplingBatch(slots, positions, parameters, tokens, self._suppressed, self._softcap)
 
     def sample(
         self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None, asked: ResultRows = ResultRows()
     ) -> tuple[Tensor, Tensor | None]:
-        """Sample rows. logits fp32 [R, vocab share], before the soft cap, -inf behind the vocabulary's end -> int32 [R, 2]: token,
-        flags (`kernels.choose`); and of reported rows, if there are any, int32 [n, 2 + 2 alternatives], as `token_logprobs`.
+        """logits fp32 [R, vocab share], before the soft cap, -inf after the vocabulary's end ->
+        int32 [R, 2]: token, flags (`kernels.choose`); and of reported rows `token_logprobs`, or
+        None.
 
-        Overwrites logits. Capturable, if no row is filtered or reported.
+        Overwrites logits. Capturable if no row is filtered or reported.
         """
         raw = None
         if asked.reported:
@@ -108,8 +93,8 @@ class Sampler:
         return chosen, torch.cat([self.token_logprobs(rows, ids, asked.alternatives) for rows, ids in pieces])
 
     def token_logprobs(self, logits: Tensor, ids: Tensor, alternatives: int) -> Tensor:
-        """Compute the logprobs of `ids`. logits fp32 [R, vocab share], -inf behind the vocabulary's end, ids int64 [R] -> int32 [R,
-        2 + 2 alternatives], as `engine.protocol.PromptLogprobs` has them, of `ids`. The host waits for nothing."""
+        """logits fp32 [R, vocab share], -inf after the vocabulary's end, ids int64 [R] -> int32 [R,
+        2 + 2 alternatives], as in `engine.protocol.PromptLogprobs`. Does not synchronise."""
         rows, share = logits.shape
         first = self._parallel.rank * share
         local = ids - first
@@ -129,7 +114,6 @@ class Sampler:
         return torch.cat(numbers, 1)
 
     def _filter(self, logits: Tensor, batch: SamplingBatch, chosen: Tensor, rows: Tensor) -> None:
-        """Sample `rows` int64 [n] from their whole logits, into `chosen` and the token table."""
         capped = None if batch.capped is None else batch.capped[rows]
         batch = replace(batch, slots=batch.slots[rows], positions=batch.positions[rows], capped=capped)
         local, spare = logits[rows], -len(rows) % self._parallel.size

@@ -1,11 +1,9 @@
-"""A rank's state per slot: a pure fold over plans and the tokens it sampled.
+"""A rank's state per slot, a pure function of the plans and its sampled tokens.
 
     tokens  [slots, max_len + 1]    prompt | generated ... | (next)        lengths [slots]: positions computed
                                                   ^ position `length`: the next decode row's input
 
-The tables lie at fixed addresses. The host writes admissions here; the device applies releases, appends and lengths from the plan's
-bytes (`engine.rank.step`). The host mirrors what plans alone decide: admission numbers and kinds of sampling. One more slot than
-plans know is for padding rows: it samples greedily, and nothing is stored there.
+One more slot, for padding rows, samples greedily and stores nothing.
 """
 
 from collections.abc import Sequence
@@ -28,13 +26,8 @@ _RECORD = np.dtype(list(RECORD_FIELDS))
 
 
 class SlotState:
-    """Device tables of all slots, and the host's mirror of what plans alone decide.
-
-    ids     vocabulary ids whose logits this rank has;   drafts  tokens that a slot may have behind its last one
-    padding          the padding rows' slot
-    adapters         int32 [slots], the adapter of each slot's sequence, -1: none
-    prompt_scorings  by slot, what sequences report that ask for logprobs of their prompts
-    """
+    """Device tables of all slots, and the host's mirror of what plans decide. adapters: int32
+    [slots], -1: none."""
 
     def __init__(self, slots: int, max_len: int, cache: KVCache, ids: range, device: torch.device, drafts: int = 0) -> None:
         self.device = device
@@ -56,7 +49,6 @@ class SlotState:
         self.prompt_scorings: dict[int, PromptScoring] = {}
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Write the tokens and parameters of new sequences, and clear their rows in each page table."""
         if not admissions:
             return
         self.adjustments.admit(admissions)
@@ -70,7 +62,6 @@ class SlotState:
                 self.prompt_scorings[slot] = PromptScoring(number, admission.prompt, params.prompt_logprobs)
 
     def _set_adapters(self, admissions: Sequence[Admission]) -> None:
-        """Store the adapters of new sequences; where none changes nothing is uploaded."""
         given = self._adapters.copy()
         for admission in admissions:
             given[admission.slot] = admission.adapter
@@ -79,15 +70,13 @@ class SlotState:
             self.adapters.copy_(uploaded(torch.from_numpy(given), self.device))
 
     def have_adapters(self, slots: np.ndarray) -> bool:
-        """Whether the sequence of one of these slots has an adapter."""
         return bool((self._adapters[slots] != NO_ADAPTER).any())
 
     def warm(self) -> None:
-        """Compile the kernel of admissions, by one to the padding rows' slot that leaves it as it is."""
         self._store([Admission(self.padding, 0, (), 0, SamplingParams(max_tokens=1, temperature=0.0))])
 
     def _store(self, admissions: Sequence[Admission]) -> None:
-        """Pack the admissions' records, upload them, and launch `kernels.admissions`."""
+        """Upload the admissions' records, and launch `kernels.admissions`."""
         records = np.empty(len(admissions), _RECORD)
         rest = list[np.ndarray]()
         end = records.nbytes // 4
@@ -114,7 +103,8 @@ class SlotState:
         admit(packed, len(admissions), longest, self.tokens, self.lengths, tables, self.parameters)
 
     def result_rows(self, slots: np.ndarray, step: int, width: int = 1) -> ResultRows:
-        """Returns how the rows of result slots int32 [R] sample, `width` rows each, in plan `step`, whose masks are set."""
+        """How the rows of slots int32 [R] sample, `width` each, in plan `step`, whose masks are
+        set."""
         adjusted, slots = any(self.adjustments.are_adjusted(slots, step)), slots.repeat(width)
         logprobs, filters = ([listed[slot] for slot in slots.tolist()] for listed in (self._logprobs, self._filters))
         return ResultRows(
@@ -131,7 +121,7 @@ class SlotState:
 
 
 def _filters(params: SamplingParams) -> str:
-    """Says which op filters a sequence's rows: "none", "small top_k" (`kernels.candidates`) or "other" (`kernels.filters`)."""
+    """"none", "small top_k" (`kernels.candidates`) or "other" (`kernels.filters`)."""
     if params.temperature < GREEDY_BELOW or not (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
         return "none"
     return "small top_k" if 0 < params.top_k <= SMALL_TOP_K else "other"

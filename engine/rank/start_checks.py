@@ -1,10 +1,10 @@
-"""What a rank checks of its own GPU and model before it serves.
+"""What a rank checks of its GPU and model before it serves.
 
-    our kernels         on a GPU of an architecture that nobody tried: where one is wrong the rank refuses to start
-    other backends'     wherever they were chosen: what one rank finds wrong, all ranks leave to our own
+    our kernels         on a GPU architecture that was never tried: a wrong one stops the boot
+    other backends      always: where one rank finds a fault, all ranks use our own
 
-Nobody has tried trtllm-gen's kernels in this project, and some of them have been wrong in silence (flashinfer #3864). So each shape
-that the model will use runs once, over poisoned pages. Poison is finite: FlashInfer multiplies values that it does not see by zero.
+Each shape in use runs once over poisoned pages. Poison is finite, as FlashInfer multiplies unseen
+values by zero.
 """
 
 from collections.abc import Collection, Sequence
@@ -36,18 +36,18 @@ _DTYPE = torch.bfloat16  # in which a page that is wrong among fifty changes a r
 
 
 def is_untried(device: torch.device) -> bool:
-    """Whether `device` is a GPU of an architecture on which our kernels' tests have not run."""
+    """Whether our kernels' tests never ran on this GPU's architecture."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) not in selfcheck.RUN_ON
 
 
 def check_kernels(device: torch.device) -> None:
-    """Runs each kernel against plain torch. ConfigError names those that are wrong."""
+    """ConfigError names kernels that differ from plain torch."""
     _refuse(selfcheck.failures(selfcheck.CHECKS, device, torch.bfloat16))
 
 
 def check_inboxes(parallel: Parallel, inboxes: Inboxes, n: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Runs each kernel that writes into other ranks' memory, for fused norms of `n` elements. ConfigError names those that are
-    wrong. Every rank must call it."""
+    """ConfigError names wrong kernels among those that write into peers' memory. n: elements of
+    fused norms. A collective call."""
     wrong = selfcheck.failures(inbox_checks(inboxes.allreduce, inboxes.argmax, n), device, dtype)
     parallel.all_reduce(torch.zeros(64, device=device))  # nobody writes any more
     if inboxes.allreduce.failed or not (inboxes.allreduce.empty and inboxes.argmax.empty):
@@ -63,10 +63,8 @@ def _refuse(wrong: Sequence[str]) -> None:
 
 @torch.inference_mode()
 def check_attention(parallel: Parallel, config: EngineConfig, device: torch.device) -> tuple[FailedChecks, tuple[str, ...]]:
-    """Check parts of backends that are not of our own ops; returns those that any rank found wrong, and a sentence for each.
-
-    Every rank must call it.
-    """
+    """The parts of other backends that any rank found wrong, and a sentence for each. A collective
+    call."""
     own = OWN[device.type]
     used = {kind: entry for kind in ROW_KINDS if (entry := BACKENDS[config.attention_of(kind) or own.name]).parts != own.parts}
     if not used:
@@ -89,8 +87,8 @@ def check_attention(parallel: Parallel, config: EngineConfig, device: torch.devi
 def mismatches(
     kind: RowKind, geometry: Geometry, groups: Sequence[KVGroup], settings: PartSettings, parts: AttentionParts
 ) -> dict[tuple[RowKind, int], float]:
-    """Runs both parts of each group. Of kind and groups, by index, where they differ by more than TOLERANCE: the largest error of a
-    row, as a part of its norm. settings: a bucket of ROWS at least."""
+    """Largest error of a row, relative to its norm, by kind and group index, where it exceeds
+    TOLERANCE. settings: a bucket of at least ROWS."""
     errors = {}
     for given in groups:
         group = replace(given, index=0, layers=given.layers[:1])
@@ -117,8 +115,7 @@ def mismatches(
 def _poisoned_sequences(
     group: KVGroup, layer: Layer, spans: Sequence[tuple[int, int]], device: torch.device, chunks: tuple[Chunk, ...]
 ) -> tuple[GroupCache, ForwardBatch]:
-    """Make a slot for each span of positions, its pages shuffled; behind its end, in its last page and its table's tail, lies
-    poison."""
+    """A slot for each span, its pages shuffled, with poison after its end and in its table's tail."""
     generator = torch.Generator().manual_seed(group.head_dim)
     needed = [group.pages_for(start, end) if end else range(0) for start, end in spans]
     poisoned = 1 + sum(map(len, needed))
@@ -142,18 +139,15 @@ def _poisoned_sequences(
 
 
 def failed_on_any_rank(parallel: Parallel, names: Sequence[Any], failed: Collection[Any], device: torch.device) -> set[Any]:
-    """Returns those of `names` that failed on any rank. Every rank must call it, with the same names."""
+    """Those of `names` that failed on any rank. A collective call with the same names."""
     flags = torch.tensor([float(name in failed) for name in names], device=device)
     return {name for name, count in zip(names, parallel.all_reduce(flags).tolist(), strict=True) if count}
 
 
 @torch.inference_mode()
 def residual_rms(model: Model, groups: Sequence[KVGroup]) -> float:
-    """Compute the root mean square of the residual stream behind the last layer, over a short fixed prompt; every rank must call
-    it.
-
-    CheckpointError below 1e-3, or if it is not a number: such a model answers, but says nothing.
-    """
+    """RMS of the residual stream after the last layer, over a short prompt. CheckpointError below
+    1e-3 or NaN. A collective call."""
     geometry, size, device = model.geometry, 16, model.device
     positions = torch.arange(size, device=device)
     ids = (positions * 7 + 2) % geometry.vocab

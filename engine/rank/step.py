@@ -3,8 +3,7 @@
     host    plan's header and fixed sections --one copy--> plan [n]        from pinned memory that belongs to a step in flight
     device  plan --apply--> page tables, lengths --decode rows--> ids, positions, slots --gather--> each row's page ids, cos, sin
 
-Rows are padded (`engine.step_shapes`), and the host decides none of the kernels' inputs: steps can be captured.
-Chunk rows lie before the decode rows in the same buffers.
+Rows are padded and kernels read no host values, so steps can be captured.
 """
 
 from collections.abc import Sequence
@@ -27,15 +26,11 @@ LAYOUT = PlanLayout(HEADER, COUNTS, *(SECTIONS[name] for name in ("rows", "chunk
 
 
 class StepBuffers:
-    """Inputs of a rank's steps, of at most the sizes that `shapes` allows.
-
-    frequencies  fp32 [pairs] of each rotary embedding of the model
-    soft         what `shapes.padded_prompts` rows of padded steps have of media, rows -1; None: the rank has no encoders
-    """
+    """Inputs of steps of the sizes that `shapes` allows. frequencies: fp32 [pairs] of each rotary embedding."""
 
     def __init__(self, slots: SlotState, frequencies: RopeTensors, shapes: StepShapes, soft: SoftTokens | None = None) -> None:
         self.shapes = shapes
-        self.soft = soft
+        self.soft = soft  # media of `shapes.padded_prompts` rows of padded steps, rows -1; None without encoders
         self._slots = slots
         self._frequencies = frequencies
         rows = shapes.prefill + shapes.results
@@ -50,25 +45,23 @@ class StepBuffers:
         self._staging = staging(slots.device, len(self.plan))
 
     def upload(self, plan: PlanView) -> None:
-        """Copy the plan to `self.plan`, on the device."""
         size = len(plan.fixed)
         staging = next(self._staging)[:size]
         staging.numpy()[:] = _unique_appends(plan) if plan.admissions else plan.fixed
         self.plan[:size].copy_(staging, non_blocking=True)
 
     def apply(self) -> None:
-        """Apply the uploaded plan to page tables and lengths."""
         apply_plan(self.plan, LAYOUT, [cache.table for cache in self._slots.cache], self._slots.lengths)
 
     def drafting(self, slots: Tensor, positions: Tensor, rope_positions: Tensor) -> ForwardBatch:
-        """Make a drafter's rows: they read what positions int32 [n] of `slots` see, with queries roped as at `rope_positions`.
-        Capturable."""
+        """A drafter's rows: they read what positions int32 [n] of `slots` see, roped as at
+        `rope_positions`. Capturable."""
         pages = self._slots.cache.gather(slots, positions, tuple(page_ids[: len(slots)] for page_ids in self._pages))
         unread = slots  # a drafter begins with tokens of its own, not with ids
         return ForwardBatch(unread, positions, slots, self._rotary(rope_positions), pages)
 
     def set_media(self, soft: SoftTokens | None, chunks: Sequence[Chunk]) -> None:
-        """Set the soft tokens of the next padded step, None if it has none, and what rows of its chunks see."""
+        """Set the soft tokens of the next padded step, or None, and what its chunk rows see."""
         assert self.soft is not None, "the rank has no encoders"
         self.soft.rows.fill_(-1)
         if soft is not None:
@@ -80,7 +73,6 @@ class StepBuffers:
             self._last_seen[: len(seen)] = seen
 
     def with_media(self, batch: ForwardBatch) -> ForwardBatch:
-        """Returns a padded step's batch with what `set_media` sets. Capturable."""
         count = batch.prompts
         if self.soft is None or not count:
             return batch
@@ -88,13 +80,13 @@ class StepBuffers:
         return replace(batch, soft=soft, last_seen=self._last_seen[:count])
 
     def with_adapters(self, batch: ForwardBatch) -> ForwardBatch:
-        """Returns the batch with the adapters of its rows' slots. Capturable."""
+        """Add the adapters of the rows' slots. Capturable."""
         return replace(batch, adapters=self._slots.adapters.index_select(0, batch.slots))
 
     def batch(self, sizes: StepSizes) -> tuple[ForwardBatch, ForwardBatch]:
-        """Make the uploaded plan's chunk rows and after them its decode rows, padded to `sizes`; and a batch of the rows that give
-        results, `sizes.width` a sequence (`logit_rows` of the first): the same one where there are no chunks. Lengths of sequences
-        that decode advance by one. Capturable."""
+        """The uploaded plan's rows, padded to `sizes`; and the result rows, `sizes.width` a
+        sequence, which are the same batch without chunks. Lengths of decoding sequences advance by
+        one. Capturable."""
         first = sizes.prompts
         width = sizes.width
         rows = StepRows(*self._rows[:, : first + sizes.decodes * width])
@@ -117,7 +109,7 @@ class StepBuffers:
         return batch, replace(ends, ids=rows.ids[results.rows]) if width > 1 else ends
 
     def _rotary(self, positions: Tensor) -> RopeTensors:
-        """Make cos and sin of the positions of a batch's rows, int32 [T], for each rotary embedding."""
+        """cos and sin of positions int32 [T], for each rotary embedding."""
         rope = {key: table[: len(positions)] for key, table in self._rope.items()}
         for key, table in rope.items():
             rotary_table(positions, self._frequencies[key], table)
@@ -125,7 +117,7 @@ class StepBuffers:
 
 
 def chunks_of(plan: PlanView) -> tuple[Chunk, ...]:
-    """Returns the plan's chunks, with the offsets of their rows and their spans."""
+    """The plan's chunks, with row offsets and spans."""
     chunks: list[Chunk] = []
     for slot, start, end, _, first, count in plan.chunks.tolist():
         spans = tuple(map(tuple, plan.spans[first : first + count].tolist()))
@@ -134,7 +126,7 @@ def chunks_of(plan: PlanView) -> tuple[Chunk, ...]:
 
 
 def _unique_appends(plan: PlanView) -> np.ndarray:
-    """Returns the plan's fixed sections, in which each table entry is appended once: earlier appends to it get group -1.
+    """The fixed sections with each table entry appended once: earlier appends to it get group -1.
 
     Only a slot that changes its sequence within a plan has such appends.
     """

@@ -1,7 +1,6 @@
-"""How long this rank's steps take, by their rows: measured once at boot, with plans like the core's.
+"""Measures at boot how long this rank's steps take, in wall time, with plans like the core's.
 
-Wall time, not device time: a step with prompt tokens is launched kernel by kernel, and the host's part of that counts. Every rank
-runs the same plans equally often: nothing that is run may depend on a clock.
+Every rank runs the same plans equally often, so nothing may depend on a clock.
 """
 
 from collections.abc import Sequence
@@ -27,11 +26,8 @@ TILE = 128  # rows of a tile in a GPU's large matrix products
 
 @torch.inference_mode()
 def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
-    """Measure the step times of a runner that has run no plan; it is left as it was. Every rank of the group must call it.
-
-    At most two seconds for 31B on four H200, estimated from its step times: forty steps of decode rows, sixty with prompts. With
-    several numbers of drafts 200 steps more. A CPU that holds no limit measures those alone.
-    """
+    """Measure the step times of a fresh runner, which is left as it was. A collective call of about
+    two seconds for 31B on four H200, more with drafts."""
     probe, tile = _Probe(runner, vocab, SERIES[config.device]), TILE if config.device == "cuda" else 1
     drafts: tuple[tuple[int, Points], ...] = ()
     drafting: Points = ()
@@ -63,8 +59,8 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
 
 
 def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int, cached: int, end: int) -> StepPlan:
-    """Make a plan that admits sequences of `length` tokens to a rank's slots, `cached` of them computed, with pages for
-    positions [cached, end); in a small pool they share pages. Tokens are random: equal ones would all go to the same experts."""
+    """A plan that admits sequences of `length` random tokens (equal ones would go to the same
+    experts), `cached` of them computed, with pages for [cached, end)."""
     params, admissions = SamplingParams(max_tokens=1), []
     for slot in slots:
         tokens = np.random.default_rng(slot).integers(0, vocab, length, np.int32).tolist()
@@ -82,12 +78,12 @@ def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int
 
 
 def _points(most: int, usual: tuple[int, ...]) -> list[int]:
-    """Returns the row counts to measure, ascending: the usual ones below `most`, and `most`."""
+    """The row counts to measure, ascending."""
     return [*(rows for rows in usual if rows < most), most]
 
 
 def _ascending(points: list[tuple[int, float]]) -> Measured:
-    """Returns the points with strictly ascending times, whatever the noise."""
+    """Make times strictly ascending, despite noise."""
     least, ascending = 0.0, []
     for rows, milliseconds in points:
         least = max(milliseconds, least + 1e-3)
@@ -96,30 +92,24 @@ def _ascending(points: list[tuple[int, float]]) -> Measured:
 
 
 class _Probe:
-    """Runs plans of its own on a runner. steps: at each point, with those that are not timed."""
-
     def __init__(self, runner: Runner, vocab: int, series: tuple[int, ...]) -> None:
         self._runner, self._series, self.steps = runner, series, 2 + sum(series)
         self._admission = partial(admission_plan, runner.slots.cache, vocab)
         self._step = 0
 
     def decode_ms(self, rows: int, context: int) -> float:
-        """Time a step of `rows` decode rows, each with `context` tokens of context."""
         return self._timed(self._decoding(rows, context), StepPlan(0, rows=single_rows(range(rows))))
 
     def drafts_ms(self, rows: int, drafts: int) -> float:
-        """Time a step of `rows` sequences that verifies so many drafts of each and makes as many, behind short contexts."""
         width = 1 + drafts
         first = self._admission(range(rows), 2, 1, 1 + self.steps * width)
         return self._timed(first, StepPlan(0, drafts=drafts, rows=[(slot, width, 0) for slot in range(rows)]))
 
     def prefill_ms(self, rows: int, context: int = 0) -> float:
-        """Time a step of `rows` tokens of one prompt, behind `context` others of it."""
         return self._timed(*self._chunked(0, rows, context))
 
     def mixed_ms(self, sequences: int, context: int, prefills: Measured, width: int = 1, drafts: int = 0) -> float:
-        """Time how much longer a step takes than one of equally many prompt tokens (from `prefills`) if `sequences` decode in it,
-        `width` tokens each, and so many drafts of each are made."""
+        """Extra time compared with `prefills` of equally many prompt tokens."""
         rows = sequences * width
         whole, alone = next((point for point in prefills if point[0] >= 2 * rows), prefills[-1])
         decoding, (newcomer, chunk) = self._decoding(sequences, context, width), self._chunked(sequences, max(1, whole - rows), 0)
@@ -128,7 +118,7 @@ class _Probe:
         return self._timed(first, plan) - alone
 
     def drafting_ms(self, sequences: int, context: int, prefills: Measured, width: int) -> float:
-        """Time what drafts add to a step with prompt tokens, beyond their rows."""
+        """Extra time of drafts in a step with prompt tokens, beyond their rows."""
         drafted = self.mixed_ms(sequences, context, prefills, width, width - 1)
         return max(0.0, drafted - max(0.0, self.mixed_ms(sequences, context, prefills)))
 
@@ -145,16 +135,15 @@ class _Probe:
         self._runner.report_stage.state_hash = 0
 
     def _decoding(self, sequences: int, context: int, width: int = 1) -> StepPlan:
-        """Make a plan that admits sequences to the first slots, with pages for all rows that are timed."""
         return self._admission(range(sequences), context + 1, context, context + self.steps * width)
 
     def _chunked(self, slot: int, rows: int, context: int) -> tuple[StepPlan, StepPlan]:
-        """Make two plans: one admits a prompt to a slot, one computes `rows` tokens of it behind `context` others."""
         end = context + rows
         return self._admission([slot], end, context, end), StepPlan(0, chunks=[(slot, context, end, end - 1, 0, 0)])
 
     def _timed(self, first: StepPlan, plan: StepPlan) -> float:
-        """Time `plan` in ms, after `first`, which admits; two are out at a time as in the worker's loop. The quicker series."""
+        """ms of `plan`, after the admitting `first`; two are out at a time. The faster of two
+        series."""
         self._run([first, plan])
         return min(self._run([plan] * count) for count in self._series)
 

@@ -1,4 +1,4 @@
-"""Copies between the host and a rank's device that the host does not wait for."""
+"""Asynchronous copies between host and device."""
 
 from collections.abc import Iterator
 from itertools import cycle
@@ -10,20 +10,18 @@ from engine.plan import DEPTH
 
 
 def staging(to: device, *shape: int) -> Iterator[Tensor]:
-    """Yields zeroed host memory int32 of this shape for each step in turn, pinned for a GPU: for those that are out, and one
-    more."""
+    """Zeroed host memory int32 for each step in turn, pinned for a GPU: DEPTH + 1 of them."""
     return cycle([torch.zeros(shape, dtype=torch.int32, pin_memory=to.type == "cuda") for _ in range(DEPTH + 1)])
 
 
 def uploaded(tensor: Tensor, to: device) -> Tensor:
-    """Returns a host tensor on device `to`: on a GPU through pinned memory, which torch keeps until the copy is over; on a CPU
+    """Through pinned memory on a GPU, which torch keeps until the copy ends; on a CPU the tensor
     itself."""
     return tensor.pin_memory().to(to, non_blocking=True) if to.type == "cuda" else tensor.to(to)
 
 
 def downloaded(tensor: Tensor, host: Tensor | None = None) -> Tensor:
-    """Returns a copy of a device tensor in `host`, pinned memory of its shape, or in new; once the device is there. On a CPU a
-    clone."""
+    """Copy a device tensor to `host`, pinned memory of its shape, or to new memory."""
     if not tensor.is_cuda:
         return tensor.clone()
     if host is None:

@@ -1,8 +1,7 @@
-"""A matrix of a model on one rank: the tensors it is stored as, and its products.
+"""A matrix of a model on one rank: its stored tensors and its products.
 
-`Weight` is the format `plain`. Another format is a derived class in a file of its own and an entry in `engine.weight_formats`. It
-gives `weight`, by which every product is right, or `matrix`, which kernels read as it is stored. Layers know no format:
-`engine.rank.load` puts the checkpoint's in the places of their empty weights.
+`Weight` is the format `plain`. Another format derives from it and has an entry in
+`engine.weight_formats`; it gives `weight`, or `matrix` for kernels that read the stored form.
 """
 
 from pkgutil import resolve_name
@@ -23,26 +22,20 @@ from kernels.packed import Activations, Matrix
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Makes a parameter that is loaded later."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
 class Weight(nn.Module):
-    """W [m, n], or that of each expert [experts, m, n]: this rank's part of the matrix. Made without tensors, by its shape alone.
+    """W [m, n], or of each expert [experts, m, n]: this rank's part. Made without tensors."""
 
-    weight      its values in `dtype`
-    packs_rows  its products read x as `kernels.packed.PackedRows`: whoever makes x may pack it
-    adapters    an `AdapterStack`, where adapters change the matrix (`engine.rank.adapter_stacks`)
-    """
-
-    weight: Tensor
-    packs_rows = False
+    weight: Tensor  # its values in `dtype`
+    packs_rows = False  # whether its products may read x as `kernels.packed.PackedRows`
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.shape, self.dtype, self.device = shape, dtype, device
         self.stored: WeightFormat | None = None
-        self.adapters: Any = None
+        self.adapters: Any = None  # an `AdapterStack`
 
     def stored_as(self, stored: WeightFormat) -> "Weight":
         """The same matrix in that format, to be loaded."""
@@ -56,11 +49,12 @@ class Weight(nn.Module):
         return made
 
     def loaded(self) -> None:
-        """Called once, when the tensors have been filled: brings them into the order that kernels read."""
+        """Called once the tensors are filled: brings them into the kernels' order."""
 
     @property
     def matrix(self) -> Matrix:
-        """What kernels read. Its tensors are constant: kernels load them before they wait for the kernels before them."""
+        """What kernels read. It must be constant: kernels prefetch it before they wait for earlier
+        kernels."""
         return self.weight
 
     def product(self, x: Activations, epilogue: Epilogue = NONE, out: Tensor | None = None, added: LowRank | None = None) -> Tensor:
@@ -74,19 +68,20 @@ class Weight(nn.Module):
         return self.product(x, GEGLU)
 
     def parts(self, x: Activations, added: LowRank | None = None) -> Tensor:
-        """x [T, n] -> x W^T [T, m] and what rows' adapters add, of few rows perhaps in fp32 parts of the sum [parts, T, m]."""
+        """x [T, n] -> x W^T [T, m] with what adapters add; for few rows perhaps as fp32 parts of
+        the sum [parts, T, m]."""
         return linear_parts(x, self.matrix, added)
 
     def send(self, x: Activations, inbox: AllReduceInbox, added: LowRank | None = None) -> InboxPart | None:
-        """Write x W^T and what rows' adapters add to every rank's inbox from the product's kernel. None, and nothing done, for more
-        rows than pay."""
+        """Write x W^T, with what adapters add, to every rank's inbox from the product's kernel.
+        None, without effect, for too many rows."""
         return linear_send(x, self.matrix, inbox, added)
 
     def experts(
         self, x: Tensor, weights: Tensor, chosen: Tensor, down: "Weight", dense: PendingTensor, index: Tensor | None = None
     ) -> Tensor:
-        """`kernels.experts` of this matrix, [G; U] of each expert, and `down`, in the same format. index: int32 [T], the adapter of
-        each row; None: no row has one."""
+        """`kernels.experts` of this matrix, [G; U] of each expert, and `down`, in the same format.
+        index: int32 [T], adapters, or None."""
         if index is None or (self.adapters is None and down.adapters is None):
             return experts(x, weights, chosen, self.matrix, down.matrix, dense)
         pair = None if self.adapters is None else self.adapters.of_experts()
@@ -94,12 +89,11 @@ class Weight(nn.Module):
         return adapted_experts(x, weights, chosen, self.matrix, down.matrix, dense, AdaptedRows(index, pair, last))
 
     def rows(self, ids: Tensor, first: int, placeholders: Tensor, pad: int) -> Tensor:
-        """`kernels.embed`: rows of this table, which begins at row `first` of the vocabulary's."""
         return embed(ids, self.weight, first, placeholders, pad)
 
 
 class OwnProduct(Weight):
-    """A format that has a product of its own, `rows_product`, and no kernels of `kernels.linear`."""
+    """A format with a product of its own, not of `kernels.linear`."""
 
     def rows_product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x [T, n] -> x W^T [T, m] in this dtype."""
@@ -121,4 +115,4 @@ class OwnProduct(Weight):
         return self.product(x, added=added)
 
     def send(self, x: Activations, inbox: AllReduceInbox, added: LowRank | None = None) -> None:
-        """Nothing is sent: `product`, and then the sum."""
+        """Always None: `product` and then the sum."""

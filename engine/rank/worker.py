@@ -2,15 +2,9 @@
 
     boot   Configure -> geometry, group, kernel checks, model, weights -> Loaded; rank 0 has processes compile meanwhile
            Allocate -> KV cache, self-check, compilation, graph capture, step times -> Ready
-    loop   publish each step that is done; launch a plan that is there, up to two. With two launched, wait for the older one; with
-           one, poll its end and the plan ring together, or the device would idle after every second step
-    media  come behind a plan that encodes them. Once its step is launched their data are read, a record at each turn, and then
-           their encoders run, a piece at each turn
-    masks  of a plan with masked rows launch the forward at once, and the sampling when the step's masks come. The core makes them
-           from the step before: until they come nothing else is launched, but results are published
-
-Rank 0 writes the results to its ring. The process ends with a stop plan, with its lifeline, or with any exception; the replica is
-told of the exception and ends the group.
+    loop   publish finished steps; launch plans, up to two. With two launched, wait for the older one; with one, poll its end and
+           the plan ring, or the device would idle after every second step
+    masks  a plan with masked rows launches its forward at once, and samples when its masks come
 """
 
 import gc
@@ -43,15 +37,14 @@ IDLE_S = 200e-6
 
 
 def load(config: EngineConfig, args: BootArgs) -> Rank:
-    """Join the group of ranks, and load this rank's shard of the weights."""
     device = torch.device("cuda", args.index) if config.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # of steps: encoders' kernels come behind theirs
+        torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # of steps, before encoders' kernels
     return load_rank(config, connect(args.index, args.tp, device, args.reduce, args.store, config.boot_timeout_s), device)
 
 
 def boot(lifeline: Lifeline) -> Runner:
-    """Take part in the boot handshake, up to Ready; returns the runner. Whatever is wrong is raised, and ends the group."""
+    """The boot handshake up to Ready. An exception ends the group."""
     try:
         return _boot(lifeline)
     except torch.OutOfMemoryError as error:
@@ -95,7 +88,6 @@ def _boot(lifeline: Lifeline) -> Runner:
 
 
 def wait_at_most(rank: Rank, seconds: float) -> None:
-    """Bound this rank's waits for the other ranks: so many seconds each, from here on."""
     if isinstance(rank.parallel, MappedCollectives):
         rank.parallel.timeout_s = seconds
     if rank.inboxes is not None:
@@ -103,8 +95,6 @@ def wait_at_most(rank: Rank, seconds: float) -> None:
 
 
 class Worker:
-    """A rank's loop: reads plans, masks and media from the core's rings, runs them, publishes results and status."""
-
     def __init__(self, runner: Runner, lifeline: Lifeline) -> None:
         args = lifeline.args
         self._runner, self._lifeline, self._index = runner, lifeline, args.index
@@ -119,7 +109,6 @@ class Worker:
         self._last_step = 0  # launched, or at least its forward
 
     def run(self) -> None:
-        """Run plans until a stop plan comes, and finish the steps before it."""
         running = True
         while running or self._launched:
             finished = False
@@ -153,7 +142,8 @@ class Worker:
         return True
 
     def _sample(self) -> bool:
-        """Sample the step that waits for its masks, if they have come. The replica bounds the wait (`step_timeout_s`)."""
+        """Sample the step that waits for masks, if they have come. The replica bounds the wait
+        (`step_timeout_s`)."""
         record = self._masks.poll()
         if record is None:
             return False
@@ -163,7 +153,7 @@ class Worker:
         return True
 
     def _finish(self) -> None:
-        """Publish the oldest step's result, then do the work that nothing waits for."""
+        """Publish the oldest step's result, then do deferred work."""
         launched = self._launched.popleft()
         result = launched.result()
         if self._results is not None:
@@ -179,7 +169,6 @@ class Worker:
 
 
 def main() -> None:
-    """Run the process."""
     run(lambda lifeline: Worker(boot(lifeline), lifeline).run())
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from kernels import experts, linear
 from kernels.experts import choose as experts_in_force
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
-from kernels.launch import INTERPRET, beside
+from kernels.launch import INTERPRET, on_second_stream
 from kernels.packed import Load, Matrix, PackedMatrix, fp8_matrix, packed_matrix
 from kernels.route import route, router_logits, router_parts
 from kernels.tiles import GemmShape, Tile, choose
@@ -70,7 +70,7 @@ class MoeLayer:
 
     def run(self, residual: Tensor, x: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
         """The dense MLP of x, and beside it the experts."""
-        dense = beside(lambda: linear.linear(linear.linear(x, gate_up, linear.GEGLU), down), x)
+        dense = on_second_stream(lambda: linear.linear(linear.linear(x, gate_up, linear.GEGLU), down), x)
         logits, inner = router_logits(residual, self.parts, self.norm, EPS)
         weights, chosen = route(logits, self.scale, self.top_k)
         return experts.experts(inner, weights, chosen, self.gate_up, self.down, dense)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.experts import experts
-from kernels.launch import beside
+from kernels.launch import on_second_stream
 from kernels.route import route, router_logits, router_parts
 from tests.nano.model_shapes import PUBLIC
 
@@ -111,7 +111,7 @@ def test_in_a_graph(tensors: tuple[Tensor, Tensor], rows: int) -> None:
     def chain(idle: bool) -> None:
         h.copy_(it.x)
         for _ in range(20):
-            dense = beside(partial(torch.mul, h, 2), h)
+            dense = on_second_stream(partial(torch.mul, h, 2), h)
             logits, x = router_logits(h, parts, ones.bfloat16(), 1e-6)
             weights, chosen = route(logits, ones[: SHAPE.experts], SHAPE.top_k)
             out.copy_(experts(x, weights, chosen, it.gate_up, it.down, dense))

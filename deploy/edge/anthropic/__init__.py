@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: its requests and its answers."""
+"""Anthropic's Messages API."""

@@ -1,9 +1,7 @@
 """An error in Anthropic's shape.
 
-    {"type": "error", "error": {"type": ..., "message": ...}, "request_id": ...}
-
-The client's tool runner asks for a `thread`, a conversation stored by the server. `details` refuses it in the words that let the
-runner continue without one.
+The client's tool runner asks for a stored `thread`; `details` refuses it in words that let it
+continue.
 """
 
 from deploy.edge.error_response import ErrorShape

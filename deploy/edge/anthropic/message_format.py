@@ -1,10 +1,10 @@
-"""The answer of Anthropic's Messages API, whole and as its stream of events.
+"""Answers of Anthropic's Messages API.
 
     message_start
       content_block_start, content_block_delta ..., content_block_stop        for each block: thinking, text, tool_use
     message_delta, message_stop                                               or, after an error: error
 
-A call that max_tokens cuts is never completed: a stream ends where it was cut, and a whole answer leaves it out.
+A tool call that max_tokens cuts is left out of a whole answer, and ends a stream unfinished.
 """
 
 import secrets
@@ -38,11 +38,10 @@ class MessageFormat(BlockFormat):
         return event("message_delta", delta=self._stopped(), usage=_counts(usage)) + event("message_stop")
 
     def failure(self, error: QuartetError) -> bytes:
-        """The last event of a stream that fails."""
         return b"event: error\ndata: " + encode(ANTHROPIC_ERROR.body(error)) + b"\n\n"
 
     def full(self, usage: Usage) -> bytes:
-        """The whole message, without a call that was not completed."""
+        """The whole message, without an unfinished call."""
         blocks = [block for block in self.choice.blocks if block.kind != "call" or json_kind(block.text)]
         content = [_shown(block, block.text, msgspec.Raw(block.text.encode())) for block in blocks]
         return encode(self._message(content, usage) | self._stopped())
@@ -61,7 +60,7 @@ class MessageFormat(BlockFormat):
         return event("content_block_delta", index=block.index, delta=delta)
 
     def closed(self, block: ReplyBlock) -> bytes:
-        """content_block_stop; a thought is signed first."""
+        """Sign a thought, then end the block."""
         signed = {"type": "signature_delta", "signature": SIGNATURE}
         before = event("content_block_delta", index=block.index, delta=signed) if block.kind == "reasoning" else b""
         return before + event("content_block_stop", index=block.index)
@@ -78,7 +77,6 @@ class MessageFormat(BlockFormat):
 
 
 def _counts(usage: Usage) -> JsonObject:
-    """Token counts; cached prompt tokens are counted separately."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,

@@ -1,11 +1,12 @@
-"""A request of Anthropic's Messages API, and the Ask that it becomes.
+"""Requests of Anthropic's Messages API, converted to an Ask.
 
     system                                       a first message of role system
     tool_result blocks of a user's message       messages of role tool, before the rest of it
     thinking, text, tool_use blocks              reasoning, content and tool_calls of one message of the assistant
 
-Accepted without effect: metadata, service_tier, cache_control, context_management, betas, output_config.effort,
-display, is_error and the like, and the signature of a thinking block. Other known keys that cannot be obeyed are refused by name.
+Accepted without effect: metadata, service_tier, cache_control, context_management, betas,
+output_config.effort, display, is_error, a thinking block's signature and the like. Other known keys
+that cannot be obeyed are refused.
 """
 
 from typing import Annotated, Literal
@@ -123,7 +124,7 @@ class CountRequest(FrozenStruct):
     output_format: RawObject = UNSET
 
     def chat(self) -> ChatPrompt:
-        """Raises InvalidRequest, which names the key."""
+        """InvalidRequest names the key."""
         check_bounds([self.tools], "tools", "they")
         tools = _TOOL_LIST.read(self.tools, "tools")
         for index, tool in enumerate(tools):
@@ -159,7 +160,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_k: TopK = None
 
     def ask(self) -> Ask:
-        """Raises InvalidRequest, which names the key."""
+        """InvalidRequest names the key."""
         chat = self.chat()
         if chat.messages[-1].role == "assistant":
             raise invalid("messages", "the last one is the assistant's; going on with it is not supported")
@@ -214,7 +215,6 @@ def _blocks(content: _Content | None) -> list[ContentBlock]:
 
 
 def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
-    """One turn as messages of a chat."""
     if not isinstance(turn.content, list):
         return [ChatMessage(turn.role, turn.content)]
     if turn.role == "assistant":
@@ -223,7 +223,7 @@ def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
 
 
 def _reply(blocks: list[ContentBlock], where: str) -> ChatMessage:
-    """A turn of the model. Redacted thoughts are left out."""
+    """A turn of the model, without redacted thoughts."""
     texts = []
     thoughts = []
     calls = []
@@ -239,7 +239,7 @@ def _reply(blocks: list[ContentBlock], where: str) -> ChatMessage:
 
 
 def _call(block: ContentBlock, where: str) -> PastCall:
-    """Keeps the text of the input, so that numbers are rendered as they were written."""
+    """Keep the input's text, so that numbers are rendered as written."""
     if block.id is None or block.name is None:
         raise invalid(where, "a tool_use block has an id and a name")
     given = not_null(block.input)
@@ -250,7 +250,7 @@ def _call(block: ContentBlock, where: str) -> PastCall:
 
 
 def _client_messages(role: str, blocks: list[ContentBlock], where: str) -> list[ChatMessage]:
-    """Results first. A turn of results only has no message of its own."""
+    """Results come first. A turn with results only has no message of its own."""
     results = []
     parts = []
     for index, block in enumerate(blocks):

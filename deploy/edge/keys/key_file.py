@@ -39,8 +39,6 @@ class Quota(FrozenStruct):
 
 
 class ApiKey(FrozenStruct):
-    """One line of the file."""
-
     digest: bytes
     name: str
     rights: frozenset[str]
@@ -53,17 +51,15 @@ class ApiKey(FrozenStruct):
 
 
 def new_key() -> str:
-    """A key of 256 random bits."""
     return f"sk-quartet-{secrets.token_urlsafe(32)}"
 
 
 def digest_of(key: bytes) -> bytes:
-    """The SHA-256 of a key, as it is in a file."""
     return sha256(key).digest()
 
 
 def read(settings: KeySettings) -> str:
-    """The keys of the file or variable in the settings. ConfigError if they cannot be read. Blocks."""
+    """The keys' text. ConfigError. Blocks."""
     if settings.variable:
         lines = os.environ.get(settings.variable)
         if lines is None:
@@ -83,8 +79,7 @@ def read(settings: KeySettings) -> str:
 
 
 def parse(text: str) -> tuple[ApiKey, ...]:
-    """The keys of all lines. ConfigError names the line and the fault. It quotes nothing, because a line may hold a key by
-    mistake."""
+    """ConfigError names line and fault, and quotes nothing: a line may hold a key by mistake."""
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -128,7 +123,7 @@ def _models(value: str | None) -> frozenset[str] | None:
 
 
 def time_of(value: str | None) -> datetime | None:
-    """The day or time of an ISO 8601 text. ConfigError for any other."""
+    """ConfigError unless it is ISO 8601."""
     if value is None:
         return None
     try:
@@ -145,7 +140,7 @@ def _count(name: str, value: str) -> int:
 
 
 def _check_holder(keys: list[ApiKey]) -> None:
-    """ConfigError unless the last key agrees with earlier ones of its holder."""
+    """ConfigError unless the last key agrees with its holder's earlier ones."""
     if len(keys) > MAX_KEYS:
         raise ConfigError(f"more than {MAX_KEYS} keys")
     *before, last = keys

@@ -1,6 +1,6 @@
-"""The API keys in force. While there are requests, the file is read again at most once a second.
+"""The API keys in force. With requests, the file is read again at most once a second.
 
-A file that cannot be read or has a wrong line changes nothing, and the log says why. Open requests are not checked again.
+A bad file changes nothing and is logged. Open requests are not checked again.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class KeyRing:
         logger.info("%d API keys of %d holders are in force", len(keys), len(quotas))
 
     async def refresh(self) -> None:
-        """Makes sure that the keys are at most a second old."""
+        """Make the keys at most a second old."""
         if not self._settings.file:
             return
         if self._look is None and time.monotonic() - self._looked >= FILE_CHECK_PERIOD_S:
@@ -63,7 +63,7 @@ class KeyRing:
             self._look = None
 
     def find(self, presented: bytes) -> ApiKey | None:
-        """The key in force with this digest. Compares all of them, so that its time reveals nothing."""
+        """The valid key with this digest. Compares all of them, so its time reveals nothing."""
         digest = digest_of(presented)
         match = None
         for key in self._keys:

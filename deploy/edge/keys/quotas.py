@@ -1,7 +1,7 @@
-"""Quotas of a holder of API keys: requests and tokens a minute by token buckets, and open requests.
+"""A holder's quotas: requests and tokens a minute by token buckets, and open requests.
 
     open() ------------------ reserve(tokens) ------------- close(used)
-      |-- one request, taken -----|-- the most it can use, held --|-- what it used, taken; the rest is free again
+      |-- one request, taken -----|-- the most it can use, held --|-- what it used, taken
 
 A bucket holds the amount of one minute. In t minutes a holder begins at most (1 + t) times its requests. A request begins while the
 bucket has one token more than open requests hold, so in t minutes a holder uses at most (1 + t) times its tokens plus what one
@@ -22,7 +22,7 @@ _UNLIMITED = 1 << 60  # a minute: as good as no limit
 
 
 class Bucket:
-    """Fills evenly, up to the amount of one minute; begins unlimited. Taking may leave a debt, which fills up first."""
+    """Fills evenly up to one minute's amount. Taking may leave a debt, which fills up first."""
 
     def __init__(self) -> None:
         self.per_minute = _UNLIMITED
@@ -39,18 +39,15 @@ class Bucket:
         self._level = self.level() - amount
 
     def wait_s(self) -> float:
-        """Seconds until one may be taken."""
         return max(0.0, 1 - self.level()) * MINUTE / self.per_minute
 
     def resize(self, per_minute: int) -> None:
-        """Changes the quota from now on. A debt stays, unless the new quota has no limit."""
+        """Change the quota. A debt stays, unless there is no limit now."""
         self._level = _UNLIMITED if per_minute == _UNLIMITED else self.level()
         self.per_minute = per_minute
 
 
 class Allowance:
-    """What one holder may use."""
-
     def __init__(self, quota: Quota) -> None:
         self._requests = Bucket()
         self._tokens = Bucket()
@@ -59,13 +56,13 @@ class Allowance:
         self.change(quota)
 
     def change(self, quota: Quota) -> None:
-        """Sets other limits for later requests; what has been used stays used."""
+        """New limits for later requests; usage stays."""
         self._quota = quota
         self._requests.resize(quota.requests or _UNLIMITED)
         self._tokens.resize(quota.tokens or _UNLIMITED)
 
     def open(self) -> "QuotaGrant":
-        """Begins a request. QuotaExceeded says which limit is reached, and when to come back."""
+        """Begin a request. QuotaExceeded says which limit, and when to retry."""
         self._check(begins=True)
         self._requests.take(1)
         self._open += 1
@@ -83,7 +80,7 @@ class Allowance:
             raise QuotaExceeded(f"This API key has reached its limit of {limit}.", retry_after_s=max(1, math.ceil(wait_s)))
 
     def _reached(self, *, begins: bool) -> Iterator[tuple[float, str]]:
-        """Each limit that is reached, with the seconds until it is not; 0: until an open request ends."""
+        """Each reached limit, with seconds until it is not; 0: until an open request ends."""
         if self._tokens.level() - self._held < 1 - _ROUNDING:
             yield self._tokens.wait_s(), f"{self._quota.tokens} tokens a minute"
         if begins and self._requests.level() < 1 - _ROUNDING:
@@ -105,13 +102,13 @@ class QuotaGrant:
     _held: int = 0
 
     def reserve(self, tokens: int) -> None:
-        """Holds the most that prompt and answers can use, once. QuotaExceeded: nothing is left, and nothing is held."""
+        """Hold the most that prompt and answers can use, once. QuotaExceeded holds nothing."""
         assert not self._held, "it has been reserved"
         self.allowance._check(begins=False)
         self.allowance._held += tokens
         self._held = tokens
 
     def close(self, used: int) -> None:
-        """Ends the request, once, which has used that many tokens."""
+        """End the request, once, with its used tokens."""
         self.allowance._close(self._held, used)
 

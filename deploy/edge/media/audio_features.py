@@ -1,9 +1,8 @@
-"""A clip's samples as Gemma 4's encoders take them: log-mel frames for the tower of E2B and E4B, rows of raw samples for the 12B.
+"""A clip's samples as encoder input: log-mel frames for E2B and E4B, rows of raw samples for the
+12B.
 
-Equal to transformers' Gemma4AudioFeatureExtractor and Gemma4UnifiedAudioFeatureExtractor. Frames that reach behind the clip's end
-are left out: transformers masks them.
-
-    160 zeros, samples --Hann(320), every 160--> rfft(512) --| |--> 128 mels, 0..8000 Hz --log(mel + 1e-3)--> [frames, 128]
+Equal to transformers' Gemma4AudioFeatureExtractor and Gemma4UnifiedAudioFeatureExtractor, without
+the masked frames.
 """
 
 from functools import cache
@@ -23,7 +22,7 @@ _CUT_SAMPLES, _QUIET = 10 * RATE, RATE // 10  # a cut is in a clip's last 10 s, 
 
 
 def log_mels(samples: Array) -> Array:
-    """samples [n] -> [(n - 1) // 160, 128]; none of 160 samples or fewer."""
+    """samples [n] -> [(n - 1) // 160, 128]; empty for 160 samples or fewer."""
     padded = np.pad(samples, (_HOP, 0))
     count = max(0, (len(samples) - 1) // _HOP)
     if not count:
@@ -34,12 +33,12 @@ def log_mels(samples: Array) -> Array:
 
 
 def raw_rows(samples: Array, size: int) -> Array:
-    """samples [n] -> [ceil(n / size), size], the last row padded with zeros: a soft token each."""
+    """samples [n] -> [ceil(n / size), size], zero-padded: a soft token each."""
     return np.pad(samples, (0, -len(samples) % size)).reshape(-1, size)
 
 
 def cut_at_silences(samples: Array) -> list[Array]:
-    """The clips, of 30 s at most, that longer samples are cut into where they are quietest."""
+    """Clips of at most 30 s, cut at the quietest points."""
     clips = []
     while len(samples) > CLIP_SAMPLES:
         first = CLIP_SAMPLES - _CUT_SAMPLES

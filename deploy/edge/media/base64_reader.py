@@ -1,4 +1,4 @@
-"""Base64 in the forms in which clients send it."""
+"""Base64 as clients send it."""
 
 import base64
 import binascii
@@ -10,7 +10,7 @@ _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
 def unbase64(source: bytes) -> bytes:
-    """Decode either alphabet, padded or not, in lines or percent-encoded. InvalidRequest: it is damaged."""
+    """Either alphabet, padded or not, in lines or percent-encoded. InvalidRequest: damaged."""
     text = unquote_to_bytes(source) if b"%" in source else source
     text = text.translate(_URL_SAFE, b" \t\n\f\r").rstrip(b"=")
     try:

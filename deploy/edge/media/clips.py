@@ -1,4 +1,4 @@
-"""A sound file as an audio encoder takes it. For a tower, what is longer than 30 s becomes several clips, cut at silences."""
+"""A sound file as encoder input. For a tower, more than 30 s become several clips, cut at silences."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,7 +21,7 @@ _RATES = range(1000, 384_001)
 
 
 def prepare_audio(task: DecodeTask, data: bytes) -> Prepared:
-    """Return the rows of a clip. InvalidRequest: it cannot be read."""
+    """InvalidRequest: unreadable."""
     samples = read_audio(data, task.audio_seconds)
     if task.row_samples:
         clips = [raw_rows(samples, task.row_samples)]
@@ -36,7 +36,7 @@ def prepare_audio(task: DecodeTask, data: bytes) -> Prepared:
 
 
 def read_audio(data: bytes, most_seconds: float) -> Array:
-    """Return its samples, float32 [n], mono at 16 kHz. InvalidRequest: it is of no format that we read, or longer than that."""
+    """Samples float32 [n], mono at 16 kHz. InvalidRequest: unknown format, or too long."""
     stream = opened_stream(data, "audio", most_seconds)
     if stream.rate not in _RATES:
         raise InvalidRequest(f"audio at {stream.rate} Hz is not read")
@@ -44,14 +44,13 @@ def read_audio(data: bytes, most_seconds: float) -> Array:
 
 
 def _frames(stream: Any) -> Iterator[AudioFrame]:
-    """Yield its frames, without packets that are damaged or no sound, as players do: many an MP3 ends in something else."""
+    """Skip damaged packets, as players do: many an MP3 ends in something else."""
     for packet in stream.container.demux(stream):
         with suppress(InvalidDataError):
             yield from packet.decode()
 
 
 def _mono(stream: Any, most_seconds: float) -> Iterator[Array]:
-    """Yield the stream's frames at 16 kHz, the channels mixed to one."""
     resampler, samples = AudioResampler("fltp", rate=RATE), 0
     for frame in chain(_frames(stream), [None]):  # at last what the resampler holds
         samples += frame.samples if frame else 0

@@ -1,7 +1,6 @@
-"""Files that ffmpeg reads (PyAV), opened from their bytes: by the one demuxer that the first of them name, with codecs
-of this list.
+"""Opens files for ffmpeg (PyAV) from their bytes, with the demuxer and codecs of a fixed list.
 
-Playlists are no format of ours, and nothing that a file refers to is opened. They are closed when nothing refers to them.
+Playlists are refused, and nothing that a file refers to is opened.
 """
 
 import io
@@ -35,20 +34,20 @@ _DEMUXERS = {
 
 
 def demuxer(data: bytes) -> str | None:
-    """Return the name of the demuxer for `data`, by what stands behind an ID3 tag; None: it is no such file."""
+    """The demuxer's name, by the bytes after an ID3 tag, or None."""
     tag = re.match(rb"ID3...(....)", data, re.DOTALL)
-    behind = 0
+    start = 0
     if tag:
-        behind = tag.end() + sum((byte & 127) << shift for byte, shift in zip(tag[1], (21, 14, 7, 0), strict=True))
-    heads = [data[start : start + 16] for start in (behind, 0)]
+        start = tag.end() + sum((byte & 127) << shift for byte, shift in zip(tag[1], (21, 14, 7, 0), strict=True))
+    heads = [data[at : at + 16] for at in (start, 0)]
     return next((name for head in heads for name, magic in _DEMUXERS.items() if re.match(magic, head, re.DOTALL)), None)
 
 
 def opened_stream(data: bytes, kind: Literal["audio", "video"], most_seconds: float, pixels: int = 1) -> Any:
-    """The best of its kind, decoded by one thread. What headers leave open a frame or two must tell, of so many pixels at most.
-    InvalidRequest: it is no file of ours, there is no such stream, its codec is none of ours, or it says that it is longer."""
+    """The best stream, decoded by one thread. `pixels` bounds probing. InvalidRequest: unknown file
+    or codec, no stream, or too long."""
     if (name := demuxer(data)) is None:
-        raise InvalidRequest("it is none of WAV, MP3, FLAC, Ogg, AAC, M4A, MP4 and WebM")
+        raise InvalidRequest("it is not WAV, MP3, FLAC, Ogg, AAC, M4A, MP4 or WebM")
     codecs = ",".join(codec for names in _CODECS.values() for codec in names)
     options = {"codec_whitelist": codecs, "max_streams": str(STREAMS), "max_pixels": str(pixels), "probesize": str(PROBED_BYTES)}
     options |= {"format_whitelist": name, "protocol_whitelist": "none"}
@@ -65,6 +64,6 @@ def opened_stream(data: bytes, kind: Literal["audio", "video"], most_seconds: fl
 
 
 def check_seconds(seconds: float, kind: str, most: float) -> None:
-    """InvalidRequest: they are too many."""
+    """InvalidRequest: too many."""
     if seconds > most:
         raise InvalidRequest(f"it has {seconds:.0f} s of {kind}; at most {most:g} are read")

@@ -1,9 +1,6 @@
-"""Fetches a medium by http(s), from hosts that the settings name, and never from an address inside.
+"""Fetches media by http(s) from hosts in the settings, never from an internal address.
 
-    URL -> host is allowed -> its addresses are public -> connect to the one that was looked at -> redirect: from the start
-
-A name may resolve to another address a moment later: the one that was checked is connected to. Runs in a side process, which its
-alarm ends whatever it waits for.
+The checked address is the one connected to, since a name may resolve differently later.
 """
 
 import http.client
@@ -27,7 +24,7 @@ _TUNNELS = [ipaddress.ip_network(network) for network in (
 
 
 def fetched(url: str, rules: MediaSettings) -> bytes:
-    """What is there. InvalidRequest."""
+    """InvalidRequest."""
     signal.setitimer(signal.ITIMER_REAL, rules.fetch_timeout_s)
     try:
         for _ in range(1 + REDIRECTS):
@@ -47,7 +44,7 @@ def _checked(url: str, rules: MediaSettings) -> SplitResult:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port
     except ValueError as error:
-        raise InvalidRequest(f"its URL is none: {error}") from None
+        raise InvalidRequest(f"its URL is invalid: {error}") from None
     if parts.scheme not in ("http", "https") or not host or parts.username is not None:
         raise InvalidRequest("its URL is not http(s)://HOST/...")
     if not _is_named(host, rules) and "*" not in rules.fetch:
@@ -56,7 +53,7 @@ def _checked(url: str, rules: MediaSettings) -> SplitResult:
 
 
 def _get(parts: SplitResult, rules: MediaSettings) -> bytes | str:
-    """What is there, or where it is said to be."""
+    """The body, or a redirect's target."""
     host = parts.hostname or ""
     port = parts.port or (443 if parts.scheme == "https" else 80)
     connection = http.client.HTTPConnection(host, port)
@@ -80,7 +77,6 @@ def _get(parts: SplitResult, rules: MediaSettings) -> bytes | str:
 
 
 def _address(host: str, port: int, rules: MediaSettings) -> str:
-    """Return any address of a host that the rules name, a public one of another."""
     addresses = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     if not _is_named(host, rules) and not all(map(is_public, addresses)):
         raise InvalidRequest(f"nothing is fetched from {host[:100]!r}: its address is not public")
@@ -92,7 +88,7 @@ def _is_named(host: str, rules: MediaSettings) -> bool:
 
 
 def is_public(address: str) -> bool:
-    """Whether it is an address of the Internet, and none of this machine, this network or a tunnel to them."""
+    """Whether it is an Internet address, not of this machine, network or a tunnel."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     ip = getattr(ip, "ipv4_mapped", None) or ip
     return ip.is_global and not ip.is_multicast and not any(ip in network for network in _TUNNELS)

@@ -1,4 +1,4 @@
-"""From a chat's media parts to what the engine gets: checked, prepared in side processes, and found again in the prompt."""
+"""Prepares a chat's media in side processes, and finds them again in the prompt."""
 
 import asyncio
 import math
@@ -31,7 +31,7 @@ _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio":
 T = TypeVar("T")
 
 class MediaPreparer:
-    """Prepares the media of chats; the side process starts with the first, or by `pool.start`."""
+    """The side process starts with the first medium, or by `pool.start`."""
 
     def __init__(self) -> None:
         self.pool = SidePool("deploy.edge.media.media_process")
@@ -42,10 +42,7 @@ class MediaPreparer:
         self._remote = Turns(READ_AT_ONCE)  # apart: other servers may be slow
 
     async def prepare(self, chat: ChatPrompt, key: str, settings: ServiceSettings, client: str) -> list[Prepared]:
-        """Returns a chat's media in the order of their parts. Clients take turns, in fetching as in decoding.
-
-        InvalidRequest of `key`, the client's for them; Overloaded.
-        """
+        """A chat's media in order; clients take turns. InvalidRequest names `key`; Overloaded."""
         if not (media := chat.media):
             return []
         if len(media) > (most := settings.media.max_media):
@@ -91,14 +88,15 @@ class MediaPreparer:
             raise invalid(key, f"{name}: {error}") from error
 
     async def _fetched(self, request: "_MediaRequest", task: DecodeTask, url: str) -> Prepared:
-        """Fetch and decode a file. It keeps its fetcher's place meanwhile, which bounds the files that wait for decoders."""
+        """Fetch and decode. It keeps its fetcher's place, which bounds files that wait for
+        decoders."""
         remote = msgspec.structs.replace(task, is_remote=True)
         source = await self._in_thread(lambda: fetch(self.pool, remote, url.encode(errors="replace")))
         fetched = msgspec.structs.replace(task, media_type=None)
         return await self._decoders.run(request.client, lambda: self._decoded(request, fetched, lambda: source))
 
     async def _decoded(self, request: "_MediaRequest", task: DecodeTask, source: Callable[[], bytes]) -> Prepared:
-        """Decode in what the request's media have left of its CPU time."""
+        """Decode within the request's remaining CPU time."""
         if request.left_s < 1:
             raise InvalidRequest(f"the media of a request may take {REQUEST_CPU_S} s of CPU, and those before it took them")
         task = msgspec.structs.replace(task, cpu_s=min(CPU_S[task.kind], math.ceil(request.left_s)))
@@ -112,14 +110,14 @@ class MediaPreparer:
 
 @dataclass
 class _MediaRequest:
-    """Whose media are prepared, and the seconds of CPU that those not yet begun may take."""
+    """`left_s`: CPU seconds for media not yet begun."""
 
     client: str
     left_s: float = REQUEST_CPU_S
 
 
 def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProcessor) -> tuple[MediaItem, ...]:
-    """Where each stands in the prompt: no message can hold a soft token, so every run of them is one of these."""
+    """Media items by position: messages hold no soft tokens, so every run is one of these."""
     runs = _runs(tokens, {text.control_id(f"<|{kind}|>") for kind in _PLURALS})
     items = tuple(item for medium in media for item in _items(medium, list(islice(runs, medium.runs))))
     assert next(runs, None) is None, "the prompt has more soft tokens than its media"
@@ -127,7 +125,6 @@ def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProc
 
 
 def _items(medium: Prepared, runs: list[tuple[int, int]]) -> Iterator[MediaItem]:
-    """Yield one item or, of audio, one for each clip."""
     if not medium.clips:
         first, end = runs[0][0], runs[-1][1]
         yield MediaItem(first, end - first, medium.digest, tuple(runs), medium.kind, medium.shape, medium.data)

@@ -29,7 +29,7 @@ _PREPARERS: dict[MediaKind, Callable[[DecodeTask, bytes], Prepared]] = {
 
 
 def _warm_up() -> Callable[[socket.socket], None]:
-    """Load what would else be loaded in every process. Whatever decodes gives way to what serves."""
+    """Preload for all forks. Decoding has a lower priority than serving."""
     os.nice(NICENESS)
     importlib.import_module("torch").set_num_threads(1)
     Image.init()

@@ -1,8 +1,7 @@
-"""Images as transformers' Gemma 4 processor has them: RGB, resized to what a budget of soft tokens holds, bicubic with antialias.
+"""Images as transformers' Gemma 4 processor makes them: RGB, bicubic with antialias, sized to a
+budget of soft tokens.
 
     f = sqrt(budget * 48 * 48 / (height * width))        side = floor(f * side / 48) * 48
-
-A soft token stands for 48 x 48 pixels. Runs in a side process: a decoder is code of others that reads what anybody sends.
 """
 
 import io
@@ -43,7 +42,7 @@ def target_size(height: int, width: int, budget: int) -> tuple[int, int]:
 
 
 def least_budget(height: int, width: int, most: int) -> int:
-    """The least budget that shrinks neither side, of those up to `most`; where all do, the largest of them."""
+    """The least budget up to `most` that shrinks neither side, else `most`."""
     allowed = [budget for budget in BUDGETS if budget <= most]
     for budget in allowed:
         rows, columns = target_size(height, width, budget)
@@ -62,7 +61,7 @@ def prepare_image(task: DecodeTask, data: bytes) -> Prepared:
 
 
 def soft_tokens(raster: "np.ndarray[Any, Any]") -> int:
-    """Count those of an image, or of each frame."""
+    """Of an image, or of each frame."""
     rows, columns = raster.shape[-3:-1]
     return int(rows * columns) // CELL**2
 
@@ -70,21 +69,20 @@ def soft_tokens(raster: "np.ndarray[Any, Any]") -> int:
 def prepared(
     kind: MediaKind, raster: "np.ndarray[Any, Any]", text: str, runs: int = 1, clips: tuple[int, ...] = ()
 ) -> Prepared:
-    """Return the medium with the digest of what the encoder gets."""
     data = raster.tobytes()
     digest = digest_of(kind, raster.shape, data)
     return Prepared(kind=kind, shape=raster.shape, data=data, digest=digest, text=text, runs=runs, clips=clips)
 
 
 def opened(data: bytes, pixels: int) -> Image.Image:
-    """Read an image's header, and decode nothing. InvalidRequest: it is of no format that we read, or larger than `pixels`."""
+    """Read only the header. InvalidRequest: unknown format, or more than `pixels`."""
     Image.MAX_IMAGE_PIXELS = None  # ours is looked at instead
     if data.startswith(b"\xff\xd8"):
         _check_scans(data)
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
-        raise InvalidRequest(f"it is none of {', '.join(FORMATS)}, or its header is damaged") from None
+        raise InvalidRequest(f"it is not one of {', '.join(FORMATS)}, or its header is damaged") from None
     check_pixels(*image.size, pixels)
     return image
 
@@ -99,20 +97,20 @@ def _check_scans(jpeg: bytes) -> None:
 
 
 def check_pixels(width: int, height: int, most: int) -> None:
-    """InvalidRequest: they are too many."""
+    """InvalidRequest: too many."""
     if width * height > most or max(width, height) > MAX_SIDE:
         raise InvalidRequest(f"it has {width} x {height} pixels; at most {most}, and {MAX_SIDE} a side, are read")
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Decoded, and turned as its EXIF says."""
+    """Decoded, and turned by its EXIF."""
     image.load()
     turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
     return image if turn is None else image.transpose(turn)
 
 
 def resized(image: Image.Image, size: tuple[int, int]) -> "np.ndarray[Any, Any]":
-    """uint8 [*size, 3]. Rows are resized in width first, as torch does; so a strip at a time gives the same."""
+    """uint8 [*size, 3]. Width first, as in torch, so strips give the same result."""
     import torch
 
     def scaled(tensor: "torch.Tensor", height: int) -> "torch.Tensor":
@@ -126,7 +124,7 @@ def resized(image: Image.Image, size: tuple[int, int]) -> "np.ndarray[Any, Any]"
 
 
 def _rgb(image: Image.Image) -> "np.ndarray[Any, Any]":
-    """uint8 [height, width, 3]: what is transparent on white, 16 bits as their upper 8."""
+    """uint8 [height, width, 3]: transparency on white, the upper 8 of 16 bits."""
     if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.has_transparency_data:

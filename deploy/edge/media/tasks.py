@@ -1,7 +1,7 @@
-"""What a side process is asked to do, and what it answers, over a socket for each task.
+"""Tasks and answers of a side process, over a socket for each task.
 
-    edge --> process    the length of a task (u32, little-endian), the task as msgpack, its source up to the end
-    process --> edge    an answer as msgpack (Fetched, Prepared, or why it cannot be done, for the client)
+edge --> process    the length of a task (u32, little-endian), the task as msgpack, its source up to the end
+process --> edge    an answer as msgpack (Fetched, Prepared, or why it cannot be done, for the client)
 """
 
 import hashlib
@@ -22,32 +22,22 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class DecodeTask(MediaSettings, kw_only=True):
-    """Fetch a source that `is_remote`, which is a URL; or decode one, and make of it what the encoder gets.
-
-    A source is base64, but for a fetched file, whose `media_type` is None. `cpu_s`: that the process may take.
-    `budget`: soft tokens of an image at most, None: as few as do not shrink it, up to `max_soft_tokens`. `row_samples`: of each row
-    of audio, 0: it is log-mel frames.
-    """
+    """Fetch a URL, or decode base64, into encoder input."""
 
     kind: MediaKind = "image"
-    media_type: str | None = ""
-    is_remote: bool = False
+    media_type: str | None = ""  # None: a fetched file
+    is_remote: bool = False  # a URL
     cpu_s: int = 2
-    budget: int | None = None
-    row_samples: int = 0
+    budget: int | None = None  # most soft tokens of an image; None: as needed
+    row_samples: int = 0  # of audio; 0: log-mel frames
 
 
 class Fetched(FrozenStruct):
-    """The file at a URL."""
-
     data: bytes
 
 
 class Prepared(FrozenStruct, kw_only=True):
-    """A medium as MediaItem has it (`kind`, `shape`, `data`, `digest`), and `text`, which stands for it in the prompt.
-
-    `runs`: of soft tokens in the text. Each is a span or, of audio, a clip: `clips` are their rows. `cpu_s`: that it took.
-    """
+    """A medium as MediaItem has it, and its `text` in the prompt, with `runs` of soft tokens."""
 
     kind: MediaKind
     shape: tuple[int, ...]
@@ -60,7 +50,7 @@ class Prepared(FrozenStruct, kw_only=True):
 
 
 def digest_of(kind: MediaKind, shape: tuple[int, ...], data: bytes) -> bytes:
-    """The name of what an encoder gets: equal bytes of another kind or shape have another name."""
+    """Equal bytes of another kind or shape have another digest."""
     digest = hashlib.sha256(f"{kind}:{shape}:".encode())
     digest.update(data)
     return digest.digest()
@@ -69,7 +59,7 @@ def digest_of(kind: MediaKind, shape: tuple[int, ...], data: bytes) -> bytes:
 CPU_S: dict[MediaKind, int] = {"image": 2, "video": 20, "audio": 10}  # that a process may take
 REQUEST_CPU_S = 40  # that all media of a request may take
 NICENESS = 10  # of the side process: ranks, core and streams go first
-MEMORY_BYTES = 448 << 20  # that it may take beside its libraries
+MEMORY_BYTES = 448 << 20  # that it may take on top of its libraries
 LENGTH = struct.Struct("<I")
 
 encode = msgspec.msgpack.Encoder().encode
@@ -79,12 +69,12 @@ _decode_medium = msgspec.msgpack.Decoder(Prepared | str).decode
 
 
 def fetch(pool: SidePool, task: DecodeTask, url: bytes) -> bytes:
-    """The file at a URL. Blocks. InvalidRequest: it cannot be fetched; Overloaded: there is no process."""
+    """Blocks. InvalidRequest: it cannot be fetched. Overloaded: there is no process."""
     return _done(_decode_file(_answer(pool, task, url))).data
 
 
 def prepare(pool: SidePool, task: DecodeTask, source: bytes) -> Prepared:
-    """What a process makes of it. Blocks. InvalidRequest: it cannot, or takes too much; Overloaded: there is no process."""
+    """Blocks. InvalidRequest: it cannot be decoded, or costs too much. Overloaded."""
     return _done(_decode_medium(_answer(pool, task, source)))
 
 

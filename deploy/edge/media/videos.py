@@ -1,8 +1,10 @@
-"""Videos as transformers' Gemma 4 processor has them: 32 frames at most, evenly, each resized to 70 soft tokens, with its time.
+"""Videos as transformers' Gemma 4 processor makes them: at most 32 frames, evenly, each of 70 soft
+tokens, with its time.
 
     mm:ss <|image> n x <|video|> <image|>, joined by spaces
 
-Read are MP4, MOV and WebM, animated GIF, WebP and PNG, and vLLM's form of frames: data:video/jpeg;base64,FRAME,FRAME,...
+Formats: MP4, MOV, WebM, animated GIF, WebP and PNG, and vLLM's
+data:video/jpeg;base64,FRAME,FRAME,...
 """
 
 from bisect import bisect_right
@@ -33,7 +35,7 @@ _DEFAULT_MS = 100  # of an animation's frame that does not say how long it stays
 
 
 def prepare_video(task: DecodeTask, data: bytes) -> Prepared:
-    """Return the frames of a video and their times. InvalidRequest: it cannot be read."""
+    """InvalidRequest: unreadable."""
     rasters, times, size = [], [], None
     frames = _listed if task.media_type == FRAMES_TYPE else _filmed if demuxer(data) in _FILMS else _animated
     for frame, time in frames(task, data):
@@ -51,7 +53,7 @@ def prepare_video(task: DecodeTask, data: bytes) -> Prepared:
 
 
 def _listed(task: DecodeTask, data: bytes) -> TimedFrames:
-    """Frames, each base64 of its own."""
+    """Frames that are each base64."""
     sources = data.split(b",")
     most = DECODED_FRAMES * task.pixels // min(len(sources), FRAMES)
     for index in _sampled(len(sources)):
@@ -77,7 +79,6 @@ def _animated(task: DecodeTask, data: bytes) -> TimedFrames:
 
 
 def _filmed(task: DecodeTask, data: bytes) -> TimedFrames:
-    """Frames of a container, of which those are decoded that a sampled one needs: from the key frame before it on."""
     stream = opened_stream(data, "video", task.video_seconds, task.pixels)
     check_pixels(stream.width, stream.height, task.pixels)
     packets = _packets(stream)
@@ -96,7 +97,7 @@ def _filmed(task: DecodeTask, data: bytes) -> TimedFrames:
 
 
 def _rate(stream: Any, times: Sequence[int]) -> float:
-    """Return frames a second: what the header says or, where that is a guess that their times belie (Matroska), the mean."""
+    """Frames a second: the header's or, where times contradict it (Matroska), the mean."""
     rate, tick = float(stream.average_rate or _UNTIMED_FPS), float(stream.time_base)
     seconds, steps = (times[-1] - times[0]) * tick if times else 0.0, len(times) - 1
     is_belied = "matroska" in stream.container.format.name and abs(steps / rate - seconds) > 2 * tick  # times are rounded
@@ -104,7 +105,7 @@ def _rate(stream: Any, times: Sequence[int]) -> float:
 
 
 def _packets(stream: Any) -> list[Packet]:
-    """Return the packets of all frames. InvalidRequest: they are too many."""
+    """Packets of all frames. InvalidRequest: too many."""
     full = (packet for packet in stream.container.demux(stream) if packet.size)
     packets = [] if stream.frames > FILMED_FRAMES else list(islice(full, FILMED_FRAMES + 1))
     if (count := max(stream.frames, len(packets))) > FILMED_FRAMES:
@@ -113,17 +114,17 @@ def _packets(stream: Any) -> list[Packet]:
 
 
 def _begins(packets: Sequence[Packet], chosen: Sequence[int]) -> list[int]:
-    """The key frame from which each of these packets is decoded."""
+    """The key frame before each of these packets."""
     keys = [number for number, packet in enumerate(packets) if packet.is_keyframe]
     begins = []
     for number in chosen:
-        before = keys[: bisect_right(keys, number)][-2:]  # a frame may be shown before the key frame that it is stored behind
+        before = keys[: bisect_right(keys, number)][-2:]  # a frame may be shown before the key frame that it is stored after
         begins.append(max((key for key in before if _time(packets[key]) <= _time(packets[number])), default=0))
     return begins
 
 
 def _count(begins: Sequence[int], chosen: Sequence[int]) -> int:
-    """Frames that are decoded for the chosen ones."""
+    """Frames decoded for the chosen ones."""
     count = end = 0
     for begin, number in zip(begins, chosen, strict=True):
         count += max(0, number + 1 - max(begin, end))
@@ -134,7 +135,6 @@ def _count(begins: Sequence[int], chosen: Sequence[int]) -> int:
 def _decoded(
     stream: VideoStream, packets: Sequence[Packet], begins: Sequence[int], chosen: Sequence[int]
 ) -> Iterator[VideoFrame]:
-    """The frames of the chosen packets, in the order in which they are shown."""
     context = stream.codec_context
     frames: Iterator[VideoFrame] = iter(())
     frame = None
@@ -158,5 +158,4 @@ def _time(shown: Packet | VideoFrame) -> int:
 
 
 def _sampled(count: int) -> Sequence[int]:
-    """Indices of FRAMES frames at even steps, or of all."""
     return range(count) if count <= FRAMES else [index * count // FRAMES for index in range(FRAMES)]

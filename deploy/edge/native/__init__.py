@@ -1,1 +1,1 @@
-"""What vLLM and SGLang speak beside OpenAI's API: token ids of a text and back, and SGLang's /generate."""
+"""APIs of vLLM and SGLang: tokenization, and SGLang's /generate."""

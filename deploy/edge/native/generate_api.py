@@ -1,8 +1,8 @@
-"""SGLang's /generate, as its benchmark client speaks it: one raw prompt, one choice, a stream whose text grows.
+"""SGLang's /generate, as its benchmark client uses it: one raw prompt, one choice.
 
     data: {"text": ALL SO FAR, "meta_info": {"id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens"}}
 
-What sampling_params says is a text completion's by the same names, or by SGLang's, and what is absent there is refused here.
+sampling_params takes the keys of a text completion, by these names or SGLang's.
 """
 
 import secrets
@@ -52,7 +52,7 @@ class GenerateTextRequest(FrozenStruct):
     priority: Priority = None
 
     def ask(self) -> Ask:
-        """InvalidRequest names the key that is wrong."""
+        """InvalidRequest names the key."""
         params = self._params()
         if params.n not in (None, 1):
             raise unsupported("sampling_params.n", "1")
@@ -77,23 +77,20 @@ _PARAMS = BodyReader(GenerateParams, COMMON)
 
 
 class GenerateFormat(OneChoice, DataEvents):
-    """The answer: a stream repeats all of the text in every event, as SGLang does."""
+    """Every event of a stream repeats the whole text, as in SGLang."""
 
     def __init__(self, _: ServedModel, request: GenerateTextRequest) -> None:
         super().__init__()
         self.id = request.rid or secrets.token_hex(16)
 
     def events(self, index: int, delta: Delta) -> bytes:
-        """The text so far."""
         self.add(index, delta)
         return data_event(self._said())
 
     def end(self, usage: Usage) -> bytes:  # noqa: ARG002 - every event has the counts
-        """Say that it is complete."""
         return DONE
 
     def full(self, usage: Usage) -> bytes:
-        """The whole answer."""
         self.usage = usage
         return msgspec.json.encode(self._said() | {"output_ids": self.choice.tokens})
 

@@ -1,6 +1,6 @@
-"""vLLM's /tokenize and /detokenize: a prompt's token ids, of a text or of a conversation, and the text of token ids.
+"""vLLM's /tokenize and /detokenize.
 
-A conversation has exactly the ids that a chat completion of it would begin with, so that `count` is its usage.prompt_tokens.
+A conversation gets exactly the ids of a chat completion, so `count` is its usage.prompt_tokens.
 """
 
 from typing import Annotated
@@ -38,7 +38,7 @@ class TokenizeRequest(FrozenStruct):
     mm_processor_kwargs: ProcessorKeys | None = None
 
     def chat(self) -> ChatPrompt | None:
-        """The conversation; None: there is a text instead. InvalidRequest: both, or neither."""
+        """The conversation, or None for a text. InvalidRequest: both or neither."""
         has_messages = not_null(self.messages) is not None
         if has_messages == (self.prompt is not None):
             raise invalid("prompt", "either a prompt or messages")

@@ -1,1 +1,1 @@
-"""What is kept of a request: its record, its line in the access log, its spans."""
+"""The record of a request, its access line and its spans."""

@@ -1,10 +1,7 @@
-"""Logs of a replica: how our lines reach Ray Serve's log file, as text or JSON, with the id of their request.
+"""Sends our log lines to Ray Serve's log file of the replica, as text or JSON, with their request's
+id.
 
-    deploy.* cluster.* engine.* dashboards.* opentelemetry.* --Forward--> ray.serve  --Serve's handler-->  logs/serve/replica_*.log
-
-Serve writes, rotates and, with `encoding: JSON`, encodes, so an operator has one file a replica and one schema. A line carries the
-client's `x-request-id` if it is well-formed, else our own id. Nothing else that a client wrote is in a line: no prompt, answer,
-header, path, or name of a model that is not served.
+A line holds nothing that a client wrote except a well-formed `x-request-id`.
 """
 
 import logging
@@ -19,7 +16,7 @@ _PACKAGES = ("cluster", "dashboards", "deploy", "engine", "opentelemetry")
 
 
 def serve_config(settings: LogSettings) -> dict[str, Any] | None:
-    """Serve's `logging_config` for our deployment; None leaves it to Serve and to the YAML."""
+    """Serve's `logging_config` for our deployment; None leaves it to the YAML."""
     if settings.format == "text" and settings.folder is None and settings.level == "info":
         return None
     config: dict[str, Any] = {"encoding": settings.format.upper(), "log_level": settings.level.upper()}
@@ -31,7 +28,7 @@ def serve_config(settings: LogSettings) -> dict[str, Any] | None:
 
 
 def install(settings: LogSettings) -> None:
-    """Sends the logs of our packages to Serve's logger. A second call changes the level."""
+    """Send our packages' logs to Serve's logger. A second call changes the level."""
     for package in _PACKAGES:
         logger = logging.getLogger(package)
         logger.setLevel(settings.level.upper())
@@ -40,7 +37,7 @@ def install(settings: LogSettings) -> None:
 
 
 class ForwardHandler(logging.Handler):
-    """Hands records to the handlers of Serve's logger, one line each, with the id of their request."""
+    """Hands each record as one line to the handlers of Serve's logger."""
 
     def emit(self, record: logging.LogRecord) -> None:
         record.msg = one_line(record.getMessage())
@@ -55,5 +52,5 @@ _FORWARD = ForwardHandler()
 
 
 def one_line(text: str) -> str:
-    """`text` with every control character and line separator escaped, so that it stays on one line."""
+    """Escape control characters and line separators."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -1,9 +1,8 @@
 """The record of one request. Every stage writes what it learns; logs and spans read it at the end.
 
     began ------ submitted -- scheduled -- first ------ last ------ ended       began: its head was read; ended: its last byte was
-      |- prepare_s -|- queue_s -|            |            |           |         sent, or the client was gone
-      |             |- ttft_s ---------------|            |           |         the middle four: engine/events.py defines them
-      |- e2e_s -------------------------------------------------------|
+      |- prepare_s -|- queue_s -|            |                                  sent, or the client was gone
+      |             |- ttft_s ---------------|
 
 With several choices, queue_s and ttft_s are those of the first choice to get there.
 """
@@ -70,18 +69,17 @@ class RequestRecord(Struct):
 
     @property
     def shown_status(self) -> int:
-        """The status that was sent, or a substitute if none was."""
         return self.status or (CLIENT_GONE if self.gone else 500)
 
     @property
     def failed(self) -> bool:
-        """Whether it failed by our fault: 5xx, or an error after a good head."""
+        """Whether it failed by our fault: 5xx, or an error after a 200."""
         by_client = self.error is None or isinstance(self.error, InvalidRequest | SlowReader)
         return self.shown_status >= 500 or (self.status == 200 and not by_client)
 
     @property
     def finish(self) -> str | None:
-        """How it ended, in OpenAI's words or those of quartet_requests_total{outcome}; several if choices differ."""
+        """How it ended: OpenAI's finish reasons, or an outcome of quartet_requests_total."""
         if self.gone:
             return "client_gone"
         if self.error is not None and self.clocks:
@@ -90,20 +88,19 @@ class RequestRecord(Struct):
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of all choices: as reported to the client, else as many as came."""
         if self.output_tokens is not None or not self.clocks:
             return self.output_tokens
         return sum(clock.output_tokens for clock in self.clocks)
 
     @property
     def used_tokens(self) -> int:
-        """Tokens of its prompt and answers; 0 if the engine never began it."""
+        """Tokens of prompt and answers; 0 if the engine never started it."""
         if all(clock.scheduled is None for clock in self.clocks):
             return 0
         return (self.prompt_tokens or 0) + (self.tokens or 0)
 
     def first(self, point: str) -> float | None:
-        """Seconds from the submission to the first choice's `scheduled` or `first`; None: not reached yet."""
+        """Seconds from submission to the first choice's `scheduled` or `first`, or None."""
         spans = [(getattr(clock, point), clock.submitted) for clock in self.clocks]
         return min((moment - submitted for moment, submitted in spans if moment is not None), default=None)
 
@@ -118,7 +115,7 @@ def record_of(scope: Scope) -> RequestRecord:
 
 
 def access_fields(record: RequestRecord) -> JsonObject:
-    """The fields of the access line, besides method, route and id. Fields that do not apply are missing."""
+    """Fields that do not apply are missing."""
     shown: JsonObject = {
         "status": record.shown_status,
         "key": record.key,
@@ -140,7 +137,7 @@ def access_fields(record: RequestRecord) -> JsonObject:
 
 
 def _error_fields(error: Exception | None) -> JsonObject:
-    """The error. Its sentence is included only if it is all ours: a refusal may quote the client."""
+    """The error's sentence is included only if it quotes nothing of the client."""
     if error is None:
         return {}
     fields: JsonObject = {"error": type(error).__name__}

@@ -1,14 +1,8 @@
-"""OpenTelemetry spans of a request, if configured: one trace a request, made at its end from its record.
+"""OpenTelemetry spans: one trace a request, made at its end, with queue, prefill and decode of each
+choice.
 
-    chat gemma-4     |==========================================================|     server span: head read -> last byte
-      queue                |=======|                                                  of each choice, on the engine's clock points
-      prefill                      |===========|
-      decode                                   |==============================|
-
-A caller's `traceparent` is the parent, and its sampled flag decides; otherwise `sample_ratio` does. The SDK samples, queues,
-batches
-and sends, bounded by its own environment variables. Serving never waits for the collector, and the SDK logs lost spans. Without an
-endpoint the SDK is not imported. Spans hold no prompt, no answer and no name from the client.
+The sampled flag of a `traceparent` decides, otherwise `sample_ratio`. Spans hold no prompt, no
+answer and no name from the client.
 """
 
 import threading
@@ -35,7 +29,7 @@ SpanPhase = tuple[str, float, float, Mapping[str, Any]]  # name, begin and end o
 
 
 class Tracer:
-    """Makes the spans of ended requests and hands them to the SDK, whose thread gives them to `exporter`."""
+    """Makes spans of ended requests; the SDK's thread gives them to `exporter`."""
 
     def __init__(self, settings: TracingSettings, about: Mapping[str, str], exporter: "SpanExporter") -> None:
         """`about`: attributes of the resource, in addition to OTEL_RESOURCE_ATTRIBUTES."""
@@ -54,7 +48,7 @@ class Tracer:
         self._tracer = provider.get_tracer("quartet")
 
     def trace(self, record: RequestRecord) -> str | None:
-        """Hands over a request that has ended; returns its trace id, or None if it is not sampled."""
+        """Hand over an ended request; return its trace id, or None if it is not sampled."""
         offset_ns = time.time_ns() - time.monotonic_ns()
 
         def wall_ns(moment: float) -> int:
@@ -75,14 +69,13 @@ class Tracer:
         return f"{server.get_span_context().trace_id:032x}"
 
     def close(self, timeout_s: float) -> None:
-        """Delivers waiting spans for at most `timeout_s`, then drops the rest. Blocks. Idempotent."""
+        """Deliver waiting spans for at most `timeout_s`, then drop the rest. Blocks. Idempotent."""
         closing = threading.Thread(target=self._processor.shutdown, name="spans", daemon=True)
         closing.start()
         closing.join(timeout_s)
 
 
 def tracer(settings: TracingSettings, about: Mapping[str, str]) -> Tracer | None:
-    """The tracer that the settings ask for, with an OTLP exporter over HTTP."""
     if settings.endpoint is None:
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -91,10 +84,8 @@ def tracer(settings: TracingSettings, about: Mapping[str, str]) -> Tracer | None
 
 
 def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
-    """Queue, prefill and decode of one choice without a gap, as far as it came. Before its first token a phase lasts until `ended`.
-
-    If the front does not know when the core began, the queue is part of prefill.
-    """
+    """Queue, prefill and decode of one choice without gaps; without a known start, the queue is
+    part of prefill."""
     about = {"quartet.choice": choice}
     if clock.scheduled is not None or clock.first is None:
         yield "queue", clock.submitted, clock.scheduled or ended, about
@@ -105,7 +96,7 @@ def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:
-    """Attributes by OpenTelemetry's conventions for GenAI and HTTP. Those that do not apply are missing."""
+    """Attributes by OpenTelemetry's conventions for GenAI and HTTP."""
     attributes = {
         "gen_ai.operation.name": record.operation,
         "gen_ai.provider.name": "quartet",

@@ -1,1 +1,1 @@
-"""OpenAI's API: what a request may say, how it is answered, and how each error looks."""
+"""OpenAI's API: requests, answers and errors."""

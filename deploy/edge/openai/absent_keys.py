@@ -1,4 +1,4 @@
-"""Keys of a chat or completion that other servers have, each with the values, besides null, that ask for nothing.
+"""Keys of other servers, each with the values besides null that ask for nothing.
 
 Sources: OpenAI's API reference; the request types of vLLM 0.11 and SGLang 0.5.
 """

@@ -1,4 +1,4 @@
-"""A conversation as OpenAI's chat completions write it: messages, tools, and the chat template's switches."""
+"""Conversations of OpenAI's chat completions: messages, tools, and switches of the chat template."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -107,7 +107,7 @@ _TOOLS = ListReader(JsonObject, TOOLS)
 
 
 def read_chat(request: Any) -> ChatPrompt:
-    """The conversation of a request with a chat's keys. InvalidRequest names the wrong key."""
+    """InvalidRequest names the key."""
     switches = to_builtins(request.chat_template_kwargs or {})
     told = [switches.pop(name, None) for name in ("enable_thinking", "thinking")]
     enabled = next((value for value in (*told, request.enable_thinking) if value is not None), None)
@@ -143,7 +143,7 @@ def _message(message: Message, where: str) -> ChatMessage:
 
 
 def content_parts(parts: list[ContentPart], where: str) -> list[Part]:
-    """The content parts at `where`. InvalidRequest names the wrong part."""
+    """InvalidRequest names the part."""
     return [_part(part, f"{where}[{index}]") for index, part in enumerate(parts)]
 
 

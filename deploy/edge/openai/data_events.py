@@ -16,15 +16,14 @@ def data_event(value: Any) -> bytes:
 
 
 class DataEvents:
-    """The begin and the failure of such a stream. `usage`: at its begin."""
+    """The beginning and the failure of such a stream."""
 
     usage = Usage(0, 0)
 
     def begin(self, usage: Usage) -> bytes:
-        """No event comes before the first token."""
+        """There is no event before the first token."""
         self.usage = usage
         return b""
 
     def failure(self, error: QuartetError) -> bytes:
-        """An error event, without an end."""
         return data_event(OPENAI_ERROR.body(error))

@@ -1,12 +1,7 @@
-"""The answers of chats and text completions as bytes, whole and chunk by chunk.
+"""Answers of chats and text completions, whole and in chunks.
 
-Chunks of a stream differ in one string of their JSON, so prefix and suffix are encoded once per stream:
-
-    data: {"id":...,"choices":[{"index":0,"delta":{"content":   TEXT   },"logprobs":null,"finish_reason":null}],"usage":null}
-
-The first chunk has delta.role, the last finish_reason. With include_usage one more comes without choices, and all others have
-"usage": null. With continuous_usage_stats (vLLM's) each chunk has the tokens so far, of all choices together.
-Thoughts are in `reasoning_content` and again in `reasoning`, because clients read one or the other.
+A stream's chunks differ in one string, so prefix and suffix are encoded once. Thoughts are in both
+`reasoning_content` and `reasoning`, since clients read one or the other.
 """
 
 import abc
@@ -32,7 +27,6 @@ encode = msgspec.json.encode
 
 
 def usage_json(usage: Usage) -> JsonObject:
-    """Token counts in OpenAI's words."""
     return _counts(usage.prompt, usage.completion) | {
         "prompt_tokens_details": {"cached_tokens": usage.cached, **usage.media},
         "completion_tokens_details": {
@@ -48,11 +42,7 @@ def _counts(prompt: int, completion: int) -> JsonObject:
 
 
 class _ChoiceSoFar(msgspec.Struct):
-    """One choice so far. Logprobs are encoded as they come, so that the end of an answer is quick.
-
-    `lists`: logprobs by name, as JSON without brackets; `prompt`: entries of the prompt's tokens; `shown`: makes the text of
-    tokens with logprobs; `offset`: characters so far.
-    """
+    """One choice so far. Logprobs are encoded as they come, so that an answer ends quickly."""
 
     reply: Choice = msgspec.field(default_factory=Choice)
     lists: dict[str, list[bytes]] = {}
@@ -62,11 +52,8 @@ class _ChoiceSoFar(msgspec.Struct):
 
 
 class _Base(DataEvents, abc.ABC):
-    """What both forms share: identity, the order of a stream's chunks, and the choices of a whole answer.
-
-    `PREFIX`: of ids; `CHUNK` and `WHOLE`: values of `object`; `FIRST`: the chunk before the first token, if any; `EMPTY`: a chunk
-    without text.
-    """
+    """What both forms share. `FIRST`: the chunk before the first token; `EMPTY`: a chunk without
+    text."""
 
     media_type = JSON
     PREFIX: ClassVar[str]
@@ -90,7 +77,7 @@ class _Base(DataEvents, abc.ABC):
 
     @abc.abstractmethod
     def _chunk(self, index: int, delta: Delta) -> bytes:
-        """What a delta adds to it."""
+        ...
 
     @abc.abstractmethod
     def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> JsonObject | None:
@@ -98,10 +85,9 @@ class _Base(DataEvents, abc.ABC):
 
     @abc.abstractmethod
     def _whole(self, index: int, choice: _ChoiceSoFar) -> JsonObject:
-        """A choice of a whole answer."""
+        ...
 
     def events(self, index: int, delta: Delta) -> bytes:
-        """The first chunk of a choice, the chunks of the delta, the last chunk."""
         if self._usage_chunks == "each":
             self._tokens += len(delta.tokens)
             self._tail = b'],"usage":%b}\n\n' % encode(_counts(self.usage.prompt, self._tokens))
@@ -116,7 +102,6 @@ class _Base(DataEvents, abc.ABC):
         return events + self._event(index, self.EMPTY, ended=encode(_ended(delta))[1:-1])
 
     def end(self, usage: Usage) -> bytes:
-        """The chunk without choices, if asked for, and the end."""
         if self._usage_chunks == "none":
             return DONE
         return self._head + b'],"usage":' + encode(usage_json(usage)) + b"}\n\n" + DONE
@@ -132,16 +117,13 @@ class _Base(DataEvents, abc.ABC):
             choice.prompt.append(encode(entries)[1:-1])
 
     def full(self, usage: Usage) -> bytes:
-        """The whole answer, its choices in order."""
         answers = [self._whole(index, choice) | _ended(choice.reply) for index, choice in sorted(self._choices.items())]
         return encode(self._identity(self.WHOLE) | {"choices": answers, "usage": usage_json(usage)} | self._about_prompt())
 
     def _about_prompt(self) -> JsonObject:
-        """Keys of a whole answer about its prompt."""
         return {}
 
     def _scored(self, choice: _ChoiceSoFar) -> JsonObject:
-        """The prompt's logprobs in vLLM's form, if asked for."""
         return {} if self._prompt_logprobs is None else {"prompt_logprobs": _array(choice.prompt)}
 
     def _prompt_entry(self, token: int, rank: int, logprobs: Logprobs) -> JsonObject:
@@ -163,7 +145,7 @@ class _Base(DataEvents, abc.ABC):
 
 
 class ChatFormat(_Base):
-    """chat.completion and chat.completion.chunk; a whole answer has logprobs of the prompt's tokens, if asked for."""
+    """chat.completion and chat.completion.chunk."""
 
     PREFIX = "chatcmpl"
     CHUNK = "chat.completion.chunk"
@@ -172,7 +154,7 @@ class ChatFormat(_Base):
     EMPTY = b'"delta":{}'
 
     def _chunk(self, index: int, delta: Delta) -> bytes:
-        """One chunk a part; the first has the logprobs of all."""
+        """One chunk for each part; the first has all logprobs."""
         logprobs = encode(self._lists(self._logprobs(self._choices[index], delta)))
         events = []
         for part in delta.parts or (Content(""),):
@@ -181,7 +163,7 @@ class ChatFormat(_Base):
         return b"".join(events)
 
     def _about_prompt(self) -> JsonObject:
-        """All choices have one prompt; the first choice reports it."""
+        """All choices have one prompt, which the first choice reports."""
         return self._scored(self._choices[0])
 
     def _lists(self, entries: JsonObject | None) -> JsonObject | None:
@@ -215,7 +197,7 @@ class ChatFormat(_Base):
 
 
 class TextFormat(_Base):
-    """text_completion, whole and in chunks. Alternatives of the prompt's tokens are in logprobs if it is echoed, and separate."""
+    """Prompt logprobs are in `logprobs` if the prompt is echoed, and separate."""
 
     PREFIX = "cmpl"
     CHUNK = "text_completion"
@@ -247,7 +229,6 @@ class TextFormat(_Base):
         return {"index": index, "text": choice.reply.content, "logprobs": _arrays(choice)} | self._scored(choice)
 
     def _reported(self, delta: Delta) -> tuple[Sequence[int], Sequence[Logprobs | None]]:
-        """Tokens of the text with logprobs."""
         if delta.prompt is None:
             return delta.tokens, delta.logprobs
         if (most := self._echoed) is None:
@@ -256,7 +237,8 @@ class TextFormat(_Base):
         return delta.prompt.tokens, entries
 
     def _top(self, token: int, entry: Logprobs | None) -> dict[str, float] | None:
-        """Logprobs by text, the token's included, as OpenAI has it. Of alternatives with the same text the likeliest counts."""
+        """Logprobs by text, including the token's. Of alternatives with equal text the likeliest
+        counts."""
         if entry is None:
             return None
         by_text: dict[str, float] = {}
@@ -266,7 +248,6 @@ class TextFormat(_Base):
 
 
 def _ended(choice: Choice | Delta) -> dict[str, str | int | None]:
-    """`stop_reason` is vLLM's."""
     return {"finish_reason": choice.finish, "stop_reason": choice.stop}
 
 
@@ -279,7 +260,6 @@ def _arrays(choice: _ChoiceSoFar) -> JsonObject | None:
 
 
 def _delta(part: Part) -> bytes:
-    """What a chunk of chat says."""
     match part:
         case Content(text):
             return b'{"content":%b}' % encode(text)

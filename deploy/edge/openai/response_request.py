@@ -1,16 +1,13 @@
-"""A request of OpenAI's Responses API, and the Ask that it becomes.
+"""Requests of OpenAI's Responses API, converted to an Ask.
 
     instructions, and the system and developer messages that come first      one first message of role system
     reasoning, message, function_call items of the assistant                 reasoning, content and tool_calls of one message
-    custom_tool_call, local_shell_call                                       calls, too
-    function_call_output, and the outputs of those                           a message of role tool
+    function_call_output                                                     a message of role tool
     items of other types                                                     skipped: agents keep items of other servers
-
     function F of a namespace N                                              function N.F
 
-Nothing is stored: a request has its whole conversation. Accepted without effect: `store`, prompt_cache_key, service_tier,
-client_metadata, text.verbosity, reasoning.summary and the like. Tools that agents declare everywhere and that are not functions are
-not offered to the model; an answer's `tools` lists the offered ones. Other known keys that cannot be obeyed are refused by name.
+Nothing is stored. Tools that are not functions are not offered to the model; an answer's `tools`
+lists the offered ones. docs/api.md lists keys without effect.
 """
 
 import base64
@@ -57,7 +54,7 @@ from engine.protocol import FrozenStruct
 
 ENCRYPTED = "reasoning.encrypted_content"
 _OWN = "quartet:"  # what we hand out as encrypted content: nothing is secret in it, but clients send back nothing else
-# What may be included of an answer beside: of tools that are not offered, and the client's own images.
+# `include` may also name these, which no answer has: parts of tools that are not offered, and the client's own images.
 _NEVER_THERE = ("code_interpreter_call.", "computer_call_output.", "file_search_call.", "message.input_image.", "web_search_call.")
 _ITEMS_SCHEMA = array(component("InputItem"), minItems=1, maxItems=MESSAGES)
 # Agents declare these in every request, and do without them where they are not offered.
@@ -139,7 +136,7 @@ class ResponsesRequest(CommonSamplingKeys, kw_only=True):
     include: Annotated[list[str], Meta(max_length=64)] | None = None
 
     def ask(self) -> Ask:
-        """Raises InvalidRequest, which names the key."""
+        """InvalidRequest names the key."""
         functions = self.functions()
         return Ask(
             model=self.model,
@@ -160,7 +157,7 @@ class ResponsesRequest(CommonSamplingKeys, kw_only=True):
         return list(_functions(self.tools, "tools"))
 
     def includes_encrypted(self) -> bool:
-        """Whether `include` asks for thoughts as clients send them back. InvalidRequest for anything else."""
+        """Whether `include` asks for encrypted thoughts. InvalidRequest for anything else."""
         included = self.include or ()
         for name in included:
             if name != ENCRYPTED and not name.startswith(_NEVER_THERE):
@@ -205,7 +202,7 @@ def _full_name(namespace: str | None, name: str) -> str:
 
 
 def _with_instructions(instructions: str | None, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Joins the instructions and the first system messages to one: templates take no more."""
+    """Join the instructions and the first system messages: templates take only one."""
     later = list(dropwhile(lambda message: message.role == "system", messages))
     first = (str(message.content) for message in messages[: len(messages) - len(later)])
     text = "\n\n".join(filter(None, [instructions, *first]))
@@ -213,7 +210,7 @@ def _with_instructions(instructions: str | None, messages: list[ChatMessage]) ->
 
 
 def _chat_messages(items: list[InputItem]) -> list[ChatMessage]:
-    """Joins thoughts, texts and calls of the assistant to one message, as far as they come in that order."""
+    """Join consecutive thoughts, texts and calls of the assistant to one message."""
     runs: list[list[ChatMessage]] = []
     before = -1
     for index, item in enumerate(items):
@@ -239,7 +236,6 @@ def _joined(run: list[ChatMessage]) -> ChatMessage:
 
 
 def _message(item: InputItem, where: str) -> ChatMessage | None:
-    """The turn that an item is part of; None: it is skipped."""
     match item.type or "message":
         case "message" if item.role == "user":
             return ChatMessage("user", _content(item.content, f"{where}.content"))
@@ -287,7 +283,6 @@ def _content(content: Content, where: str) -> str | list[Part]:
 
 
 def _text(content: Content, where: str) -> str:
-    """The text of a content. InvalidRequest if some of it is not text."""
     text = _content(content, where)
     if not isinstance(text, str):
         raise invalid(where, "only text is supported here")

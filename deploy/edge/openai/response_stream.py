@@ -1,10 +1,10 @@
-"""The answer of OpenAI's Responses API, whole and as its stream of events.
+"""Answers of OpenAI's Responses API.
 
     response.created, response.in_progress
       for each item: response.output_item.added, (response.content_part.added,) ....delta ..., ....done, response.output_item.done
     response.completed, response.incomplete after max_output_tokens, or response.failed after an error
 
-Items are message for text, reasoning for a thought, function_call for a call. One that max_output_tokens cuts is incomplete.
+Items are message, reasoning and function_call. One that max_output_tokens cuts is incomplete.
 """
 
 import secrets
@@ -32,7 +32,7 @@ _NO_STATE: JsonObject = {"background": False, "previous_response_id": None, "sto
 
 
 class ResponseObject(BlockFormat):
-    """A response to `request`. It repeats the keys that were obeyed."""
+    """The response, which repeats the keys that were obeyed."""
 
     def __init__(self, model: ServedModel, request: ResponsesRequest) -> None:
         super().__init__()
@@ -55,12 +55,11 @@ class ResponseObject(BlockFormat):
         return self._event("response.created", response=shown) + self._event("response.in_progress", response=shown)
 
     def end(self, usage: Usage) -> bytes:
-        """The whole response once more."""
         status = self._status()
         return self._event(f"response.{status}", response=self._response(status, usage))
 
     def failure(self, error: QuartetError) -> bytes:
-        """response.failed, with what had come."""
+        """response.failed, with the output so far."""
         status = status_of(error)
         code = {429: "rate_limit_exceeded"}.get(status.status, "server_error" if status.status >= 500 else "invalid_prompt")
         failed = self._response("failed") | {"error": {"code": code, "message": message_of(error)}}
@@ -70,7 +69,6 @@ class ResponseObject(BlockFormat):
         return encode(self._response(self._status(), usage))
 
     def opened(self, block: ReplyBlock) -> bytes:
-        """The empty item, and the one part of its content."""
         kind = f"response.{_EVENTS[block.kind]}.delta".encode()
         where = encode(self._event_location(block))[1:-1]
         self._delta = b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%%d,"delta":%%b}\n\n' % (kind, kind, where)
@@ -82,7 +80,6 @@ class ResponseObject(BlockFormat):
         return self._delta % (next(self._sequence), encode(text))
 
     def closed(self, block: ReplyBlock) -> bytes:
-        """Its text once more, and the item."""
         status = self._status_of(block)
         match block.kind:
             case "call" if status == "incomplete":
@@ -100,7 +97,6 @@ class ResponseObject(BlockFormat):
         return self._event(f"response.{_EVENTS[block.kind]}.done", **self._event_location(block), **fields)
 
     def _event_location(self, block: ReplyBlock) -> JsonObject:
-        """The keys that place an event of a block."""
         return self._location(block) | ({"logprobs": []} if block.kind == "text" else {})
 
     def _location(self, block: ReplyBlock) -> JsonObject:
@@ -126,7 +122,6 @@ class ResponseObject(BlockFormat):
                 return about | {"type": "function_call", "call_id": block.id, **self._called(block), "arguments": block.text}
 
     def _called(self, block: ReplyBlock) -> JsonObject:
-        """The name of the called function, with its namespace."""
         return self._namespaced.get(block.name, {"name": block.name})
 
     def _status(self) -> str:
@@ -153,7 +148,6 @@ class ResponseObject(BlockFormat):
 
 
 def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -> JsonObject:
-    """The keys of the request that the response repeats."""
     return {
         "metadata": request.metadata or {},
         "instructions": request.instructions,
@@ -169,7 +163,7 @@ def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -
 
 
 def _declared(namespace: DeclaredTool | None, functions: Iterable[OfferedFunction]) -> Sequence[DeclaredTool | JsonObject]:
-    """Functions as they were declared, with those of a namespace in it."""
+    """Functions as they were declared, inside their namespace."""
     tools = [replace(tool, parameters=copied(tool.parameters), tools=UNSET) for tool in (function.tool for function in functions)]
     if namespace is None:
         return tools

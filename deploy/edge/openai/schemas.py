@@ -1,11 +1,7 @@
-"""The keys of a chat or text completion. Known keys are validated; unknown keys are ignored, as clients expect.
+"""The keys of a chat or text completion. Known keys are validated, unknown ones ignored.
 
-    body --one pass of msgspec--> typed fields, and lists of unknown size as raw JSON --bounded decoding--> Ask
-
-Decoding stops at the first fault. Lists of any length stay raw JSON in the first pass and are then decoded with a bound: the first
-element decides the type of the others, and the first one too many ends it. So no body costs more than a scan of it. Accepted
-without effect: user, store, metadata, service_tier, verbosity, safety_identifier, prompt_cache_key, prompt_cache_retention,
-prediction, rid, request_id, guided_decoding_backend and the like. absent_keys.py lists the refused ones.
+Lists of any length stay raw JSON in the first pass and are then decoded with a bound, so a body
+costs at most a scan. docs/api.md lists keys without effect, absent_keys.py the refused ones.
 """
 
 from typing import Annotated, Any, Literal
@@ -114,7 +110,6 @@ class CompletionKeys(SamplingKeys, kw_only=True):
 
     @property
     def usage_chunks(self) -> Literal["none", "last", "each"]:
-        """Where a stream reports its usage. InvalidRequest if there is no stream."""
         if (options := self.stream_options) is None:
             return "none"
         if not self.stream:
@@ -123,7 +118,7 @@ class CompletionKeys(SamplingKeys, kw_only=True):
 
     @property
     def echoed_logprobs(self) -> int | None:
-        """Alternatives of each echoed token of the prompt; None: no echo, or no logprobs."""
+        """Alternatives of each echoed token, or None."""
         return None
 
 
@@ -146,7 +141,7 @@ class ChatRequest(CompletionKeys, kw_only=True):
     mm_processor_kwargs: ProcessorKeys | None = None
 
     def ask(self) -> Ask:
-        """Raises InvalidRequest, which names the key."""
+        """InvalidRequest names the key."""
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "needs logprobs: true")
         chat = replace(
@@ -178,7 +173,7 @@ class CompletionRequest(CompletionKeys, kw_only=True):
         return self.logprobs if self.echo else None
 
     def ask(self) -> Ask:
-        """Raises InvalidRequest, which names the key."""
+        """InvalidRequest names the key."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if limit == 0 and not self.echo:
             raise invalid("max_tokens", "0 only with echo: true")
@@ -197,7 +192,7 @@ class CompletionRequest(CompletionKeys, kw_only=True):
 
 
 def chat_keys_without(kind: type[Struct]) -> AbsentKeys:
-    """The keys of a chat that requests of another `kind` lack and must refuse."""
+    """The keys of a chat that requests of another `kind` must refuse."""
     keys: AbsentKeys = {**dict.fromkeys(ChatRequest.__struct_fields__, ()), **absent_keys.CHAT, "n": (1,), "logprobs": (False,)}
     without_effect = ("stream_options", "enable_thinking", "thinking")
     return {name: neutral for name, neutral in keys.items() if name not in without_effect and not hasattr(kind, name)}
@@ -208,7 +203,7 @@ COMPLETION_READER = BodyReader(CompletionRequest, {**chat_keys_without(Completio
 
 
 def _prompts(raw: Raw) -> list[str | list[int]]:
-    """Texts, or lists of token ids. InvalidRequest for anything else, and for too many."""
+    """Texts or lists of token ids. InvalidRequest: anything else, or too many."""
     first = first_characters(raw)
     if first == b'["':
         return _TEXTS.read(raw, "prompt")

@@ -1,7 +1,4 @@
-"""tool_choice of OpenAI's API: "none", "auto", "required", one tool by its name, or some of the declared ones.
-
-    {"type": "function", "function": {"name": "f"}}
-    {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required", "tools": [{"type": "function", "function": {...}}]}}
+"""tool_choice of OpenAI's APIs: "none", "auto", "required", one tool, or some of the declared ones.
 
 The Responses API writes the contents of `function` and `allowed_tools` one level higher.
 """
@@ -15,7 +12,7 @@ _MAX_BYTES = 64 << 10
 
 
 def tool_choice(raw: Json, *, parallel: bool) -> ToolChoice:
-    """The choice of a request; `parallel` allows several calls. InvalidRequest names the fault."""
+    """`parallel` allows several calls. InvalidRequest names the fault."""
     match read_small(raw, "tool_choice", ANYTHING, _MAX_BYTES):
         case (None | "none" | "auto" | "required") as mode:
             return ToolChoice(mode or "auto", one=not parallel)

@@ -1,7 +1,7 @@
-"""OpenAI's transcriptions: a chat with one clip and the instruction to write down the words, without thoughts.
+"""OpenAI's transcriptions: a chat with one clip and an instruction, without thoughts.
 
-{"text": ..., "usage": ...}        with stream    data: {"type": "transcript.text.delta", "delta": ...}
-                                                  data: {"type": "transcript.text.done", "text": ..., "usage": ...}
+    {"text": ..., "usage": ...}        with stream    data: {"type": "transcript.text.delta", "delta": ...}
+                                                      data: {"type": "transcript.text.done", "text": ..., "usage": ...}
 """
 
 import secrets
@@ -55,7 +55,7 @@ class TranscriptionRequest(CommonSamplingKeys, kw_only=True):
 
 
 class TranscriptionFormat(OneChoice, DataEvents):
-    """The answer; a whole one may be plain text."""
+    """A whole answer may be plain text."""
 
     def __init__(self, _: ServedModel, request: TranscriptionRequest) -> None:
         super().__init__()
@@ -70,7 +70,6 @@ class TranscriptionFormat(OneChoice, DataEvents):
         return data_event({"type": "transcript.text.delta", "delta": added}) if added else b""
 
     def end(self, usage: Usage) -> bytes:
-        """The whole text once more."""
         return data_event({"type": "transcript.text.done", **self._said(usage)}) + DONE
 
     def full(self, usage: Usage) -> bytes:

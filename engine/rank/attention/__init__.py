@@ -1,4 +1,4 @@
-"""The attention that a rank runs, of the backends asked for; a backend's module is imported where it was asked for."""
+"""Makes a rank's attention; a backend's module is imported only if it is chosen."""
 
 import functools
 from collections.abc import Collection, Sequence
@@ -21,20 +21,19 @@ FailedChecks = Collection[tuple[RowKind, int]]  # kinds of rows of KV groups tha
 
 @dataclass(frozen=True)
 class SpanExtend:
-    """Chunks by `usual`; those of a step in which tokens see each other both ways by `own`, which alone masks them so."""
+    """Uses `own` for steps with bidirectional spans, which only our ops mask, and `usual`
+    otherwise."""
 
     usual: AttentionPart
     own: AttentionPart
 
     def prepare(self, block: ForwardBatch) -> tuple[AttentionPart, Any]:
-        """Choose the part; returns it, and what it prepared."""
         part = self.usual if block.last_seen is None else self.own
         return part, part.prepare(block)
 
     def attend(
         self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, plan: tuple[AttentionPart, Any], out: Tensor
     ) -> None:
-        """As `AttentionPart.attend`."""
         part, prepared = plan
         part.attend(qkv, layer, norms, block, prepared, out)
 
@@ -49,11 +48,10 @@ def attention_backend(
     width: int = 1,
     failed_checks: FailedChecks = (),
 ) -> AttentionBackend:
-    """Build the attention of a rank, of the backends that `config` asks for; None: of our own ops, which have tokens that see each
-    other both ways in any case.
+    """The attention of a rank, of the backends that `config` asks for; None: of our own ops.
 
-    buckets: the numbers of rows that decode steps are padded to, ascending;  check: of the page ids that parts copy
-    width: decode rows of a sequence at most
+    buckets: row counts of decode steps, ascending;  check: of the page ids that parts copy
+    width: most decode rows of a sequence
     """
     device = cache.groups[0].table.device
     settings = PartSettings(geometry.heads // tp, geometry.eps, tuple(buckets), device, check, width)

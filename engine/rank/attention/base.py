@@ -1,10 +1,8 @@
-"""What a model asks of attention, and what a block of a step's rows asks of a backend.
+"""The interfaces of attention.
 
     AttentionBackend   what the model sees: everything between the QKV product and the output product
     AttentionPart      the same for one KV group's decode rows, or its prefill chunks
-    AttentionParts     what makes a part of either kind, for one backend
-
-Parts are made for one group each, so that the groups, and decode rows and chunks, may run on different backends.
+    AttentionParts     makes parts of either kind, for one backend
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,37 +26,29 @@ CopyCheck = Callable[[KVGroup, Tensor, Tensor, Tensor, int | None], None]
 
 @dataclass(frozen=True)
 class PartSettings:
-    """What parts are made for. heads: query heads of this rank; buckets: the rows that decode steps are padded to, ascending;
-    check: called by a part for the rows of page ids that it copies, before a kernel reads them; width: decode rows of a sequence at
-    most."""
-
-    heads: int
+    heads: int  # query heads of this rank
     eps: float
-    buckets: tuple[int, ...]
+    buckets: tuple[int, ...]  # row counts of decode steps, ascending
     device: torch.device
-    check: CopyCheck | None = None
-    width: int = 1
+    check: CopyCheck | None = None  # called for page ids that a part copies, before a kernel reads them
+    width: int = 1  # most decode rows of a sequence
 
 
 AttentionPlan = tuple[tuple[Any, ...], ...]  # what the parts prepared of each of a step's blocks, by KV group
 
 
 class AttentionPart(Protocol):
-    """One kind of rows of one KV group: of a block of `ForwardBatch.blocks`."""
-
     def prepare(self, block: ForwardBatch) -> Any:
-        """Make what `attend` needs, once a step that has such rows. Of decode rows it asks the host nothing, so that a graph can
-        hold it."""
+        """Called once a step. For decode rows it asks the host nothing, so a graph can hold it."""
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, plan: Any, out: Tensor) -> None:
-        """Compute the attention of a block's rows: qkv [rows, ...] -> out [rows, heads * head_dim]. Their K and V go into their
-        pages."""
+        """qkv [rows, ...] -> out [rows, heads * head_dim]. Writes K and V into their pages."""
 
 
 class AttentionParts(NamedTuple):
-    """What makes the parts of one backend on one rank. ConfigError: the backend has no kernels for a group.
+    """Makes the parts of one backend. ConfigError: no kernels for a group.
 
-    A backend's module has a function `parts(settings: PartSettings, *, download: bool) -> AttentionParts`.
+    A backend's module has `parts(settings: PartSettings, *, download: bool) -> AttentionParts`.
     download: kernels that the node lacks may be fetched.
     """
 
@@ -69,8 +59,8 @@ class AttentionParts(NamedTuple):
 def normed_queries(
     cache: GroupCache, settings: PartSettings, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, *, fold: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Write the rows' K and V into their pages; returns their normed and roped queries [rows, heads, d], and the pool that they
-    read; `fold` as in `kernels.qkv.qkv_post`."""
+    """Write K and V into their pages; returns normed and roped queries [rows, heads, d], and the
+    pool. `fold` as in `kernels.qkv.qkv_post`."""
     pool = cache.layers[layer.kv_source]
     q = qkv.new_empty((len(qkv), settings.heads, layer.head_dim), dtype=query_dtype(qkv, pool))
     rope = block.rope[layer.rope, layer.head_dim]
@@ -80,29 +70,23 @@ def normed_queries(
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """Sends each block of a step's rows to the part for its kind of rows and KV group. parts: by kind, in the order of the cache's
-    groups."""
+    """Sends each block to the part for its kind of rows and KV group."""
 
     cache: KVCache
     settings: PartSettings
     parts: Mapping[RowKind, Sequence[AttentionPart]]
 
     def prepare(self, batch: ForwardBatch) -> AttentionPlan:
-        """Make what `attend` needs, once a step. Of decode rows alone it asks the host nothing, so that a graph can hold the
-        step."""
+        """With decode rows only it asks the host nothing, so a graph can hold it."""
         return tuple(tuple(part.prepare(block) for part in self.parts[block.kind]) for block in batch.blocks)
 
     def store(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch) -> None:
-        """Write K and V of every row into its pages, as `attend` does, without attention."""
         for block, rows in zip(batch.blocks, qkv.split([block.rows for block in batch.blocks]), strict=True):
             normed_queries(self.cache.of(layer), self.settings, rows, layer, norms, block)
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: AttentionPlan, out: Tensor) -> None:
-        """Compute the attention of a layer. qkv [T, (heads + kv_projections * kv_heads) * head_dim], the raw product: q, then k and
-        v, if the layer has its own.
-
-        Writes K and V of every row into the cache's pages of `layer.kv_source`, and out [T, heads * head_dim].
-        """
+        """qkv [T, (heads + kv_projections * kv_heads) * head_dim], raw products -> out [T, heads *
+        head_dim]. Writes K and V into the pages of `layer.kv_source`."""
         index = self.cache.of(layer).group.index
         first = 0
         for block, prepared in zip(batch.blocks, plan, strict=True):

@@ -1,8 +1,6 @@
-"""Attention by Quartet's own ops: decode rows in one launch a layer; chunks by a launch for K and V, and one for all queries.
+"""Attention by Quartet's own ops: Triton kernels on a GPU, plain torch elsewhere.
 
-Where tokens of an image see each other both ways (`KVGroup.bidirectional`), steps with such tokens say what each row sees.
-
-The ops choose: Triton kernels on a GPU, plain torch elsewhere. So the backends `triton` and `reference` are the same parts.
+The backends `triton` and `reference` are the same parts.
 """
 
 import bisect
@@ -26,7 +24,7 @@ ExtendPlan = tuple[Tensor, Tensor | None]
 
 
 class PagedDecode:
-    """Decode rows of sequences padded to one of the buckets; other numbers of them are launched as the next bucket is."""
+    """Decode rows. A number of sequences that is no bucket is launched as the next bucket."""
 
     def __init__(self, cache: GroupCache, settings: PartSettings) -> None:
         group, buckets = cache.group, settings.buckets
@@ -39,10 +37,9 @@ class PagedDecode:
         self._scratch = DecodeScratch(buckets[-1], settings.heads, group.kv_heads, group.head_dim, most, settings.device)
 
     def prepare(self, block: ForwardBatch) -> None:
-        """Prepares nothing: the block holds what a sequence reads."""
+        ...
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, _plan: None, out: Tensor) -> None:
-        """As `AttentionPart.attend`."""
         cache, group, settings = self._cache, self._cache.group, self._settings
         pages = block.pages[group.index]
         index = bisect.bisect_left(settings.buckets, len(pages))
@@ -67,14 +64,13 @@ class PagedExtend:
         self._tokens = tile_tokens(settings.heads, cache.group.kv_heads)
 
     def prepare(self, block: ForwardBatch) -> ExtendPlan:
-        """Make the tiles, int32 [n, 4], and what rows see where images are among them (`kernels.prefill.extend_attention`)."""
+        """The tiles int32 [n, 4], and `last_seen` of steps with bidirectional spans."""
         assert block.chunk_list is not None
         rows = len(block.slots)
         tiles = extend_tiles(block.chunk_list, self._tokens if enabled(block.slots) else rows, rows)  # torch takes chunks whole
         return tiles, block.last_seen if self._cache.group.bidirectional else None
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, plan: ExtendPlan, out: Tensor) -> None:
-        """As `AttentionPart.attend`."""
         cache = self._cache
         q, pool = normed_queries(cache, self._settings, qkv, layer, norms, block)
         tiles, last_seen = plan
@@ -82,5 +78,4 @@ class PagedExtend:
 
 
 def parts(settings: PartSettings, **_: bool) -> AttentionParts:
-    """Make the parts, as `AttentionParts` says; they share nothing."""
     return AttentionParts(partial(PagedDecode, settings=settings), partial(PagedExtend, settings=settings))

@@ -1,20 +1,20 @@
-"""Attention by FlashInfer's TensorRT-LLM kernels, as the same two parts: trtllm-gen on SM10x; for decode rows alone, xqa elsewhere.
+"""Attention by FlashInfer's TensorRT-LLM kernels: trtllm-gen on SM10x; elsewhere xqa, for decode
+rows only.
 
     decode rows   qkv_post: q, and K and V into pages | gather_pages, once a step and group | trtllm_batch_decode_with_kv_cache
     chunks        (q normed, K and V in their pages)  | rows of the page table              | trtllm_batch_context_with_kv_cache
 
-FlashInfer hands what it is given to its kernels as bare pointers: it checks neither dtype nor contiguity of tables and lengths, nor
-lengths against their bound, and a wrong one becomes a wrong answer or a fault of the GPU. The rules, which are FlashInfer's own
-(0.7.2), and which the tests' stand-in for its kernels holds every call to (`tests/support/flashinfer_calls.py`):
+FlashInfer passes bare pointers and does not check them, so a mistake gives wrong results or a GPU
+fault. Its rules (0.7.2), which `tests/support/flashinfer_calls.py` checks in every call:
 
     tables      int32 [rows, width], contiguous: width is the kernel's row stride; 256 keys a step, so width * page is a multiple of
-                256 and every entry, also behind a row's end, names a page of the same pool
-    lengths     int32 [rows], the new keys included, at most max_len, which is the same at every call: it chooses kernel and splits
+                256 and every entry, also after a row's end, names a page of the same pool
+    lengths     int32 [rows], new keys included, at most max_len, which is constant: it chooses kernel and splits
     window      window_left = W - 1, since a window counts the query's own key
     scales      1.0 of scores and values, as floats (a tensor costs a launch each call, unless it comes as its log2)
-    scratch     zeroed once; counters beside it, or each call clears a buffer of its own; one stream only
+    scratch     zeroed once; counters apart from it, or each call clears a buffer of its own; one stream only
 
-A KV-shared layer reads its producer's pool, by the group's own table. PDL is off: nobody has tried these kernels between ours.
+PDL is off: it was never tried with these kernels between ours.
 """
 
 import inspect
@@ -52,21 +52,18 @@ CONTEXT_ARGUMENTS = (*_ARGUMENTS, "max_q_len", "max_kv_len", "batch_size", "cum_
 
 
 class FlashInfer(NamedTuple):
-    """FlashInfer's two entry points, and which of its kernels serve this GPU."""
-
     kernels: Kernels
     decode: Callable[..., Any]
     context: Callable[..., Any]
 
 
 def load(device: torch.device, *, download: bool) -> FlashInfer:
-    """Import FlashInfer for the GPU `device`. ConfigError: it is not there, or lacks an argument that the calls need."""
+    """Import FlashInfer for a GPU. ConfigError: it is missing, or lacks an argument."""
     return load_for("trtllm-gen" if torch.cuda.get_device_capability(device)[0] == 10 else "xqa", download=download)
 
 
 def load_for(kernels: Kernels, *, download: bool) -> FlashInfer:
-    """Import FlashInfer for these kernels. download: it may fetch what it lacks on disk, for which a first call waits up to
-    minutes."""
+    """download: it may fetch missing kernels, for up to minutes in the first call."""
     if not download:
         os.environ["FLASHINFER_NO_DOWNLOAD"] = "1"
     try:
@@ -84,7 +81,8 @@ def load_for(kernels: Kernels, *, download: bool) -> FlashInfer:
 
 
 class TrtllmScratch:
-    """What all calls of a rank share, on one stream: zeroed once; the kernels leave the counters zero behind them."""
+    """Shared by all calls of a rank, on one stream; zeroed once, and kernels leave the counters
+    zero."""
 
     def __init__(self, flashinfer: FlashInfer, settings: PartSettings, workspace_bytes: int = WORKSPACE_BYTES) -> None:
         self.flashinfer = flashinfer
@@ -95,7 +93,8 @@ class TrtllmScratch:
 
 @dataclass(frozen=True)
 class TableRows:
-    """int32 on the device: tables [rows, width], lengths [rows], their new keys included; max_len: no length is above it."""
+    """int32 on the device: tables [rows, width], lengths [rows], new keys included, at most
+    max_len."""
 
     tables: Tensor
     lengths: Tensor
@@ -103,8 +102,7 @@ class TableRows:
 
 
 def check_group(group: KVGroup, heads: int, kernels: Kernels) -> None:
-    """Raise ConfigError unless the kernels have `group`, whose page and dtype the node was found to have, for `heads` query
-    heads."""
+    """ConfigError unless the kernels support `group` with `heads` query heads."""
     if group.head_dim not in HEAD_DIMS:
         raise ConfigError(f"attention: {TRTLLM_MHA.name} has no kernels for head dim {group.head_dim}")
     if heads % group.kv_heads or heads // group.kv_heads > _MOST_GROUP[kernels]:
@@ -114,7 +112,6 @@ def check_group(group: KVGroup, heads: int, kernels: Kernels) -> None:
 def _arguments(
     scratch: TrtllmScratch, query: Tensor, pool: Tensor, rows: TableRows, group: KVGroup, out: Tensor
 ) -> dict[str, Any]:
-    """Name what both calls are given. query and out [tokens, heads, d]; pool one layer's [pages, 2, kv_heads, page, d]."""
     window_left = -1 if group.window is None else group.window - 1  # keys to the left of the query's own; -1: all
     values = (
         query, pool, scratch.workspace, rows.tables, rows.lengths, 1.0, 1.0, window_left, out,
@@ -124,7 +121,7 @@ def _arguments(
 
 
 def call_decode(scratch: TrtllmScratch, group: KVGroup, query: Tensor, pool: Tensor, rows: TableRows, out: Tensor) -> None:
-    """Compute the attention of decode rows; query and out [rows, heads, d]."""
+    """query and out [rows, heads, d]."""
     flashinfer, arguments = scratch.flashinfer, _arguments(scratch, query, pool, rows, group, out)
     flashinfer.decode(**arguments, max_seq_len=rows.max_len, backend=flashinfer.kernels)
 
@@ -132,8 +129,8 @@ def call_decode(scratch: TrtllmScratch, group: KVGroup, query: Tensor, pool: Ten
 class TrtllmDecode:
     """Decode rows of one token, by tables at fixed addresses.
 
-    A row's table begins with the first page that its window reads, so that the bound of lengths, the same at every step, is the
-    window's and not the context's.
+    A row's table starts at the first page of its window, so the constant bound of lengths is the
+    window's.
     """
 
     def __init__(self, cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch) -> None:
@@ -145,7 +142,6 @@ class TrtllmDecode:
         self._lengths = torch.ones(most, dtype=torch.int32, device=settings.device)
 
     def prepare(self, block: ForwardBatch) -> TableRows:
-        """Make the rows' tables and lengths."""
         cache, count = self._cache, len(block.slots)
         rows = TableRows(self._tables[:count], self._lengths[:count], cache.read_width * cache.group.page)
         page, window = cache.group.page, cache.group.window
@@ -155,13 +151,12 @@ class TrtllmDecode:
         return rows
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, plan: TableRows, out: Tensor) -> None:
-        """As `AttentionPart.attend`."""
         q, pool = normed_queries(self._cache, self._settings, qkv, layer, norms, block)
         call_decode(self._scratch, self._cache.group, q, pool, plan, out.view(q.shape))
 
 
 class ChunkRows(NamedTuple):
-    """A step's chunks. queries and keys int32 [chunks + 1]: running sums; longest: queries of the longest chunk."""
+    """A step's chunks. queries and keys int32 [chunks + 1]: running sums; longest: in queries."""
 
     rows: TableRows
     queries: Tensor
@@ -170,14 +165,14 @@ class ChunkRows(NamedTuple):
 
 
 class TrtllmExtend:
-    """Prefill chunks; trtllm-gen alone has kernels for them, as an obstacle of its entry says."""
+    """Prefill chunks, by trtllm-gen only."""
 
     def __init__(self, cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch) -> None:
         check_group(cache.group, settings.heads, scratch.flashinfer.kernels)
         self._cache, self._settings, self._scratch = cache, settings, scratch
 
     def prepare(self, block: ForwardBatch) -> ChunkRows:
-        """Gather the chunks' rows of the page table, with nothing behind their ends, and their running sums."""
+        """Gather the chunks' rows of the page table, zero after their ends, and running sums."""
         assert block.chunk_list is not None
         slots, _, starts, sizes = block.chunk_list[: len(block.chunks)].T.contiguous()
         lengths = starts + sizes
@@ -191,7 +186,6 @@ class TrtllmExtend:
         return ChunkRows(rows, query_sums, key_sums, max(chunk.size for chunk in block.chunks))
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, plan: ChunkRows, out: Tensor) -> None:
-        """As `AttentionPart.attend`."""
         cache, tables, scratch = self._cache, plan.rows, self._scratch
         q, pool = normed_queries(cache, self._settings, qkv, layer, norms, block)
         scratch.flashinfer.context(
@@ -206,7 +200,7 @@ class TrtllmExtend:
 
 
 def parts(settings: PartSettings, *, download: bool) -> AttentionParts:
-    """Make the parts, as `AttentionParts` says; they share the scratch."""
+    """The parts, with shared scratch."""
     flashinfer = load(settings.device, download=download)
     scratch = TrtllmScratch(flashinfer, settings)
     return AttentionParts(

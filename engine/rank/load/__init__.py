@@ -1,1 +1,1 @@
-"""How a rank's shard is filled: from a checkpoint's safetensors, a slice at a time, or at random."""
+"""Fills a rank's shard from safetensors, slice by slice, or at random."""

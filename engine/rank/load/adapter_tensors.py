@@ -1,10 +1,10 @@
-"""Where each tensor of a PEFT folder goes: every one is mapped, or the adapter is refused with the list. No torch at import.
+"""Maps every tensor of a PEFT folder, or refuses the adapter with a list. No torch at import.
 
-    base_model.model.model.language_model.layers.3.self_attn.k_proj.lora_A.weight     with `language_model.` or without
-    base_model.model.model.layers.3.mlp.experts.base_layer.lora_B.weight              of all experts of a layer:
+base_model.model.model.language_model.layers.3.self_attn.k_proj.lora_A.weight     with `language_model.` or without
+base_model.model.model.layers.3.mlp.experts.base_layer.lora_B.weight              of all experts of a layer:
 
-    A [experts * r, n]   the expert's index is slowest: expert e has rows [e r, (e + 1) r)
-    B [m, r * experts]   the expert's index is fastest: expert e has columns e, e + experts, ...; gate rows before up rows
+A [experts * r, n]   expert e has rows [e r, (e + 1) r)
+B [m, r * experts]   expert e has columns e, e + experts, ...; gate rows before up rows
 """
 
 import re
@@ -31,14 +31,13 @@ _UNREAD = re.compile(r"layers\.\d+\.self_attn\.[kv]_proj")  # of a layer that re
 
 
 class AdapterMatrix(NamedTuple):
-    """B A of one matrix, or of all experts of a layer, where `experts` is their number.
+    """B A of one matrix, or of all `experts` of a layer.
 
-    module    as the checkpoint's tensors name it;   bases  the published names of the matrices that B's rows are for, in order
-    a, b      names of the tensors;   rank of the product of one matrix;   scale  what it is multiplied by
+    a, b      names of the tensors;   rank of one matrix;   scale  factor
     """
 
-    module: str
-    bases: tuple[str, ...]
+    module: str  # as the checkpoint's tensors name it
+    bases: tuple[str, ...]  # published names of the matrices of B's rows, in order
     a: str
     b: str
     rank: int
@@ -46,46 +45,39 @@ class AdapterMatrix(NamedTuple):
     experts: int = 0
 
     def name_of(self, base: str, expert: int) -> str:
-        """The published name of one of `bases`; of one expert's matrix where there are experts."""
         if not self.experts:
             return base
         return base.replace(".experts.", f".experts.{expert}.")
 
     @property
     def names(self) -> Iterator[str]:
-        """The published names of all its matrices."""
         return (self.name_of(base, expert) for base in self.bases for expert in range(max(1, self.experts)))
 
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """An adapter, and its matrices."""
-
     config: AdapterConfig
     matrices: tuple[AdapterMatrix, ...]
 
 
 class _Tensors(NamedTuple):
-    """Shape and dtype of each tensor of a file by name."""
-
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
 
 
 def adapter_pieces(tensors: TensorTable, geometry: Geometry, rank: int = 0, size: int = 1) -> dict[str, Piece]:
-    """The model's matrices by the names that adapters' are told apart by, as `rank` of `size` cuts them."""
+    """The model's matrices, by the names that adapters use, as `rank` of `size` cuts them."""
     every = pieces(tensors, geometry, rank, size, _ONE_EACH)
     return {name: piece for name, piece in every.items() if piece.kind in ("matrix", "unpacked")}
 
 
 def map_adapters(folders: Mapping[str, str], tensors: TensorTable, geometry: Geometry) -> list[AdapterTensors]:
-    """Map the adapters of these names and folders, in order."""
     return [map_adapter(read_adapter(name, Path(folder)), tensors, geometry) for name, folder in folders.items()]
 
 
 def map_adapter(config: AdapterConfig, tensors: TensorTable, geometry: Geometry) -> AdapterTensors:
-    """Map every tensor of the adapter's file; only headers are read. CheckpointError lists the tensors that have no place, lack
-    their other half, or have another shape than the model's matrix and the config's rank."""
+    """Only headers are read. CheckpointError lists tensors without a place, without their other
+    half, or of a wrong shape."""
     found = _headers(config)
     known = adapter_pieces(tensors, geometry)
     complaints: list[str] = []
@@ -117,7 +109,7 @@ def _headers(config: AdapterConfig) -> _Tensors:
 
 
 def _modules(found: _Tensors, complaints: list[str]) -> Iterator[str]:
-    """Yields the module of each tensor; complains of those that are no half of a product."""
+    """The module of each tensor; others become complaints."""
     for name in sorted(found.shapes):
         match = _KEY.fullmatch(name)
         if match is None:
@@ -131,14 +123,13 @@ def _modules(found: _Tensors, complaints: list[str]) -> Iterator[str]:
 
 
 def _is_unread(module: str, tensors: TensorTable, geometry: Geometry) -> bool:
-    """Whether the matrix is K's or V's of a layer that reads another's: the model never multiplies by it."""
+    """Whether it is K or V of a layer that reads another's, so never used."""
     name = tensors.published_name(f"{module}.weight", geometry)
     inner = name.removeprefix(geometry.prefix).removesuffix(".weight")
     return _UNREAD.fullmatch(inner) is not None and tensors.is_unused(name, geometry)
 
 
 def _add(made: AdapterMatrix | str, module: str, matrices: dict[str, AdapterMatrix], complaints: list[str]) -> None:
-    """Keep a matrix whose place no other has; a string is what is wrong with it."""
     if isinstance(made, str):
         complaints.append(made)
         return
@@ -167,7 +158,7 @@ def _mapped(
 def _of_all_experts(
     config: AdapterConfig, module: str, layer: str, found: _Tensors, known: dict[str, Piece], count: int
 ) -> AdapterMatrix | str:
-    """The pair of gate and up, or down: shapes tell which, as PEFT's names say only which of the two was wrapped last."""
+    """Gate and up, or down: told apart by shape, as PEFT's names only say which was wrapped last."""
     a = f"base_model.model.{module}.lora_A.weight"
     b = f"base_model.model.{module}.lora_B.weight"
     gate = f"{layer}.gate_proj.weight"
@@ -187,7 +178,7 @@ def _of_all_experts(
 
 
 def _checked(made: AdapterMatrix, shape: Sequence[int], found: _Tensors) -> AdapterMatrix | str:
-    """The matrix, or what is wrong with its shapes."""
+    """The matrix, or a complaint about its shapes."""
     inner = made.rank * max(1, made.experts)
     wanted = {made.a: (inner, shape[1]), made.b: (shape[0], inner)}
     for name, right in wanted.items():

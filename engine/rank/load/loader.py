@@ -1,5 +1,5 @@
-"""Fills a rank's shard from a checkpoint's safetensors: each tensor in blocks of rows straight into its parameter, converted to the
-parameter's dtype on the way. No rank ever holds more than its own shard and one block."""
+"""Fills a shard from safetensors in blocks of rows, converted to the parameter's dtype. A rank
+holds at most its shard and one block."""
 
 import math
 from dataclasses import replace
@@ -22,8 +22,8 @@ _BLOCK_BYTES = 16 << 20  # copied at once
 
 
 def with_head(geometry: Geometry, tensors: TensorTable, folder: Path) -> Geometry:
-    """Returns `geometry`, whose head is tied unless the folder has one that differs from the embedding, whatever config.json
-    says."""
+    """`geometry` with an untied head if the folder has a head that differs from the embedding,
+    whatever config.json says."""
     by_name, _ = headers(folder, tensors, geometry)
     head, table = by_name.get(HEAD), by_name.get(tensors.published_name("embed_tokens.weight", geometry))
     if head is None or table is None:
@@ -34,7 +34,6 @@ def with_head(geometry: Geometry, tensors: TensorTable, folder: Path) -> Geometr
 
 
 def _are_equal(one: TensorHeader, two: TensorHeader) -> bool:
-    """Whether two tensors of one shape and dtype hold the same values; compared in blocks of rows."""
     step = max(1, _BLOCK_BYTES // (4 * one.shape[1]))
     with opened(one.path) as first, opened(two.path) as second:
         left, right = first.get_slice(one.name), second.get_slice(two.name)
@@ -42,10 +41,11 @@ def _are_equal(one: TensorHeader, two: TensorHeader) -> bool:
 
 
 def load(model: Shard, tensors: TensorTable, folder: Path, weights: Quantisation = UNQUANTISED) -> None:
-    """Copy this rank's slices of the checkpoint in `folder` into the model's parameters, whose dtype decides.
+    """Copy this rank's slices of the checkpoint into the parameters. The geometry is from
+    `with_head`.
 
-    Its geometry is `with_head`. Raises CheckpointError, which names the file, or every tensor that is missing, unexpected,
-    mis-shaped or of a wrong dtype, before anything is copied; and on the way one of which this rank's slice has NaN or infinity.
+    CheckpointError names the file, or all wrong tensors, before anything is copied; later, one with
+    NaN or infinity.
     """
     needed, parameters = allocate(model, tensors, weights)
     by_name = checked_headers(folder, needed, tensors, model.geometry, weights)
@@ -60,14 +60,13 @@ def load(model: Shard, tensors: TensorTable, folder: Path, weights: Quantisation
 
 
 def _rows(file: Any, header: TensorHeader, piece: Piece) -> Any:
-    """What is indexed for rows of the tensor, in the piece's shape."""
     if header.shape == piece.shape:
         return file.get_slice(header.name)
     return file.get_tensor(header.name).reshape(piece.shape)
 
 
 def _scales(by_name: Headers, needed: dict[str, Piece]) -> dict[str, Tensor]:
-    """The scales that readers take, whole: a number for each block of a matrix."""
+    """The scales that readers take, whole."""
     scales = {}
     for name, header, file in by_file(by_name):
         scale = file.get_tensor(header.name).reshape(needed[name].shape)
@@ -77,7 +76,7 @@ def _scales(by_name: Headers, needed: dict[str, Piece]) -> dict[str, Tensor]:
 
 
 def _copy(file: Any, header: TensorHeader, piece: Piece, parameter: Tensor) -> None:
-    """Copy blocks of rows of each cut. A sum shows NaN and infinity, without memory of the block's size."""
+    """Copy blocks of rows of each cut. A sum detects NaN and infinity without a block of memory."""
     source = _rows(file, header, piece)
     target = piece.targets[0]
     for cut in target.cuts if target.kept else ():
@@ -90,8 +89,8 @@ def _copy(file: Any, header: TensorHeader, piece: Piece, parameter: Tensor) -> N
 
 
 def _pack(file: Any, header: TensorHeader, piece: Piece, parameters: dict[str, Tensor], scales: list[Tensor]) -> None:
-    """Pack blocks of whole rows on the parameters' device, so that a row's scale is the same however ranks cut it, and put this
-    rank's part."""
+    """Pack blocks of whole rows on the device, so that a row's scale does not depend on the cut,
+    and put this rank's part."""
     source = file.get_slice(header.name)
     rows = piece.targets[0].cuts[0].rows(piece.shape)
     device = piece.targets[0].of(parameters).device

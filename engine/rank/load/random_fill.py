@@ -1,4 +1,4 @@
-"""Fills a rank's shard with random weights: of one and the same full model at every rank and size."""
+"""Fills a shard with random weights of the same full model at every rank and size."""
 
 import math
 import zlib
@@ -17,11 +17,8 @@ _DRAW = 1 << 24  # values drawn at once
 
 
 def dummy(model: Shard, tensors: TensorTable, seed: int = 0, weights: Quantisation = UNQUANTISED) -> None:
-    """Fill the model with random weights: of one and the same full model at every rank and size on one kind of device.
-
-    Each tensor is drawn whole, in blocks, each from its own seed, and a rank keeps its slice: drawing costs less than remembering.
-    Values are rounded to the geometry's dtype first, so that an fp32 model holds what the bf16 one does.
-    """
+    """Fill with weights of the same full model at every rank and size on one kind of device, and in
+    fp32 as in bf16."""
     needed, parameters = allocate(model, tensors, weights.drawn())
     for piece in needed.values():
         for first, block in drawn(piece, model.geometry, seed, model.device):
@@ -30,7 +27,7 @@ def dummy(model: Shard, tensors: TensorTable, seed: int = 0, weights: Quantisati
 
 
 def drawn(piece: Piece, geometry: Geometry, seed: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Draw a tensor in blocks: yields (first row, rows fp32, or integers). The blocks depend on the whole tensor's shape only."""
+    """Draw blocks (first row, rows fp32 or integers). They depend only on the whole tensor's shape."""
     rows = max(1, _DRAW // math.prod(piece.shape[1:]))
     generator = torch.Generator(device)
     for first in range(0, piece.shape[0], rows):
@@ -43,11 +40,11 @@ def drawn(piece: Piece, geometry: Geometry, seed: int, device: torch.device) -> 
 
 
 def _draw(piece: Piece, geometry: Geometry, normal: Tensor) -> Tensor:
-    """Scale normal values to those of a model that says something and is not chaotic: attention logits of std 1, and a residual
-    that outlives its layer.
+    """Scale normal values to a model that is not chaotic: attention logits of std 1, and a lasting
+    residual.
 
-    A layer multiplies a relative error by sqrt(c^2 + J^2 (1 - c^2)), c the layer scalar and J ~ 1.6 the gain of a random branch: at
-    c = 0.6 sixty layers make it 10^8 times, and bf16 agrees with fp32 in no token, whoever computes it; at 0.95 it is 60 times.
+    A layer multiplies a relative error by sqrt(c^2 + J^2 (1 - c^2)), c the layer scalar and J ~
+    1.6: 10^8 over sixty layers at c = 0.6, so bf16 and fp32 agree in no token; 60 at 0.95.
     """
     if piece.tensor.draw is not None:
         return piece.tensor.draw(normal, piece.fan_in)

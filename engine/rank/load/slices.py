@@ -1,4 +1,4 @@
-"""What a rank keeps of each tensor of a checkpoint, and where it goes. No torch at import: shapes are asked for without it."""
+"""What a rank keeps of each checkpoint tensor, and where it goes. No torch at import."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ _EVEN = {"q": 0, "gate": 0, "up": 0, "columns": 1, "depth": 2}  # parts that are
 
 @dataclass(frozen=True)
 class Cut:
-    """Indices [start, stop) of a tensor's dimension `dim`, and the index `at` of the parameter where they begin."""
+    """Indices [start, stop) of dimension `dim`, which go to index `at` of the parameter."""
 
     dim: int
     start: int
@@ -31,16 +31,15 @@ class Cut:
     at: int = 0
 
     def rows(self, shape: tuple[int, ...]) -> range:
-        """Returns the rows of the tensor that this cut takes something of."""
         return range(self.start, self.stop) if self.dim == 0 else range(shape[0])
 
     def index(self, first: int, stop: int) -> tuple[slice, ...]:
-        """Returns the index of rows [first, stop), cut."""
+        """The index of rows [first, stop), cut."""
         inner = () if self.dim == 0 else (*(slice(None),) * (self.dim - 1), slice(self.start, self.stop))
         return (slice(first, stop), *inner)
 
     def target(self, parameter: "Tensor", first: int, stop: int) -> "Tensor":
-        """Returns the view of `parameter` that the tensor's rows [first, stop) go to."""
+        """The view of `parameter` for rows [first, stop)."""
         if self.dim == 0:
             return parameter[self.at + first - self.start : self.at + stop - self.start]
         return parameter[first:stop].narrow(self.dim, self.at, self.stop - self.start)
@@ -48,7 +47,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Target:
-    """A rank's tensor, and the cuts of a whole tensor of `shape` that fill it, or fill the part of one expert."""
+    """A rank's tensor, or one expert's part of it, and the cuts of a tensor of `shape` that fill
+    it."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -57,22 +57,20 @@ class Target:
 
     @property
     def kept(self) -> int:
-        """Elements that the rank keeps."""
         return sum(math.prod(self.shape) // self.shape[cut.dim] * (cut.stop - cut.start) for cut in self.cuts)
 
     def of(self, parameters: "Mapping[str, Tensor]") -> "Tensor":
-        """The rank's tensor, or the expert's part of it."""
         parameter = parameters[self.parameter]
         return parameter if self.expert is None else parameter[self.expert]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A checkpoint tensor of a given model and what one rank keeps of it: as it is, or, of a format with a reader, the tensors
-    that the reader makes of the matrix's rows.
+    """A checkpoint tensor and what one rank keeps of it, through its format's reader if there is
+    one.
 
-    fan_in: columns of its matrix;  weight: path of the `Weight` that it is a tensor of
-    scales: names of the tensors that its reader takes with it. They have no targets of their own.
+    fan_in: columns of its matrix;  weight: path of its `Weight`
+    scales: names of the tensors that its reader also takes. They have no targets of their own.
     """
 
     name: str
@@ -87,12 +85,10 @@ class Piece:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Names of the matrix's tensors that a rank does without."""
         module = self.name.removesuffix(self.tensor.suffix).removesuffix(".weight")
         return tuple(f"{module}.{name}" for name in self.weights.unread)
 
     def put(self, parameters: "Mapping[str, Tensor]", first: int, rows: "Tensor", *scales: "Tensor") -> None:
-        """Copy what this rank keeps of the tensor's rows from `first` on; scales: those of these rows."""
         packed = (rows,)
         if self.weights.reader is not None:
             packed = resolve_name(self.weights.reader)(rows, *scales)
@@ -107,8 +103,8 @@ class Piece:
 def pieces(
     tensors: TensorTable, geometry: Geometry, rank: int = 0, size: int = 1, weights: Quantisation = UNQUANTISED
 ) -> dict[str, Piece]:
-    """Returns every tensor that the checkpoint must hold, by its published name, as `rank` of `size` cuts it. CheckpointError: it
-    would cut a block of the format's."""
+    """Every tensor of the checkpoint, by published name, as `rank` of `size` cuts it.
+    CheckpointError: a cut divides a block of the format."""
     by_name: dict[str, Piece] = {}
     for rule in tensors.rules:
         if rule.fused not in (None, weights.fused):
@@ -130,7 +126,6 @@ def pieces(
 def _stored(
     name: str, path: str, kind: Kind, shape: tuple[int, ...], cuts: tuple[Cut, ...], held: WeightFormat, expert: int | None
 ) -> Iterator[Piece]:
-    """The checkpoint's tensors of one matrix or vector."""
     weight = path if kind in _WEIGHTS else None
     targets = [
         Target(
@@ -153,12 +148,12 @@ def _stored(
 
 
 def elements(tensors: TensorTable, geometry: Geometry) -> int:
-    """Counts the elements of the whole model's matrices and vectors, whatever they are stored as."""
+    """Elements of the whole model's matrices and vectors, however they are stored."""
     return sum(math.prod(piece.shape) for piece in pieces(tensors, geometry).values())
 
 
 def _of_blocks(cut: Cut, tensor: StoredTensor, shape: tuple[int, ...], name: str) -> Cut:
-    """Turns a matrix's cut into that of a tensor with an element for each block."""
+    """A matrix's cut as that of a tensor with one element a block."""
     axis = cut.dim - len(shape)  # -2: rows, -1: columns
     unit = tensor.block[axis] if axis >= -2 else 1
     if unit == 0:
@@ -169,7 +164,7 @@ def _of_blocks(cut: Cut, tensor: StoredTensor, shape: tuple[int, ...], name: str
 
 
 def _cuts(part: Part, shape: tuple[int, ...], geometry: Geometry, layer: Layer, rank: int, size: int) -> tuple[Cut, ...]:
-    """Returns what `rank` keeps: even shares, its KV heads behind its query heads, its up rows behind its gate rows."""
+    """What `rank` keeps: even shares; KV heads follow query heads, up rows follow gate rows."""
     if part == "whole":
         return (Cut(0, 0, shape[0]),)
     if part == "vocab":
@@ -191,8 +186,8 @@ def _cuts(part: Part, shape: tuple[int, ...], geometry: Geometry, layer: Layer, 
 def allocate(
     model: "Shard", tensors: TensorTable, weights: Quantisation = UNQUANTISED
 ) -> "tuple[dict[str, Piece], dict[str, Tensor]]":
-    """Give the model's weights their tensors; returns the pieces that fill them, and its parameters by name. Every element of each
-    is filled by exactly one piece, but for what lies behind a vocabulary's end, which is zero."""
+    """Returns the pieces that fill the model's weights, and parameters by name. Rows after the
+    vocabulary's end are zero."""
     needed = pieces(tensors, model.geometry, model.parallel.rank, model.parallel.size, weights)
     for path, held in {piece.weight: piece.weights for piece in needed.values() if piece.weight}.items():
         parent, _, name = path.rpartition(".")

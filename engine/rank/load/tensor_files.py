@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint's safetensors hold, by their headers: file, shape, dtype; and what is wrong with them."""
+"""Reads and checks the headers of a checkpoint's safetensors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +19,6 @@ _LISTED = 20  # wrong tensors named in one error
 
 
 class TensorHeader(NamedTuple):
-    """Where a tensor lies, and what it is called and holds there."""
-
     path: Path
     name: str
     shape: tuple[int, ...]
@@ -33,8 +31,7 @@ Headers = dict[str, TensorHeader]  # by published name
 def checked_headers(
     folder: Path, needed: dict[str, Piece], tensors: TensorTable, geometry: Geometry, weights: Quantisation = UNQUANTISED
 ) -> Headers:
-    """Returns every needed tensor's header, by its published name. CheckpointError names those of the folder's tensors that are
-    missing, unexpected, mis-shaped or of a wrong dtype."""
+    """CheckpointError lists tensors that are missing, unexpected, mis-shaped or of a wrong dtype."""
     by_name, complaints = headers(folder, tensors, geometry)
     unread = {name for piece in needed.values() for name in piece.unread}
     live = {name for name in by_name if not (tensors.is_unused(name, geometry) or weights.is_unused(name)) and name not in unread}
@@ -56,14 +53,14 @@ def _mismatch(piece: Piece, header: TensorHeader) -> str | None:
 
 
 def _is_shape(shape: tuple[int, ...], piece: Piece) -> bool:
-    """Whether a tensor has its piece's shape; scales may be written with more or fewer sizes of 1."""
+    """Scales may have more or fewer dimensions of size 1."""
     if piece.tensor.suffix == "":
         return shape == piece.shape
     return [size for size in shape if size != 1] == [size for size in piece.shape if size != 1]
 
 
 def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Headers, list[str]]:
-    """Reads the headers of the folder's shards, by published name; and complaints, where index and shards disagree."""
+    """By published name, and complaints where index and shards disagree."""
     index = read_index(folder)
     by_name: Headers = {}
     complaints, names = [], set()
@@ -83,7 +80,7 @@ def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Hea
 
 
 def _usual(name: str) -> str:
-    """The usual spelling of a tensor's name; quantisers have others."""
+    """Quantisers have other spellings."""
     return name.replace(".moe.experts.", ".experts.").removesuffix("_inv")
 
 
@@ -101,7 +98,6 @@ def _only_shard(folder: Path) -> Path:
 
 
 def by_file(by_name: Headers) -> Iterator[tuple[str, TensorHeader, Any]]:
-    """Yields name, header and the mapped file of each tensor, one file after the other."""
     for path in sorted({header.path for header in by_name.values()}):
         with opened(path) as file:
             yield from ((name, header, file) for name, header in by_name.items() if header.path == path)
@@ -109,7 +105,7 @@ def by_file(by_name: Headers) -> Iterator[tuple[str, TensorHeader, Any]]:
 
 @contextmanager
 def opened(path: Path, framework: str = "pt") -> Iterator[Any]:
-    """Map the file; CheckpointError names it if it is absent, cut short or no safetensors file."""
+    """Map the file. CheckpointError: absent, cut short or no safetensors file."""
     try:
         with safe_open(path, framework=framework) as file:
             yield file

@@ -1,1 +1,1 @@
-"""Models: flat files that read like the paper. Tensor parallelism is in `layers`."""
+"""Models in flat files. Tensor parallelism is in `layers`."""

@@ -1,4 +1,4 @@
-"""What a rank asks of a text model and of encoders of media."""
+"""Interfaces of text models and media encoders."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
@@ -20,8 +20,6 @@ Launches = Generator[None, None, Tensor]  # what is launched a piece at a time: 
 
 
 class Model(Shard, ABC):
-    """A text model, which a `Runner` runs. `frequencies`: of the rotary embeddings of its layers."""
-
     frequencies: RopeTensors
 
     @property
@@ -31,20 +29,20 @@ class Model(Shard, ABC):
 
     @abstractmethod
     def embed(self, ids: Tensor, exchange: Exchange) -> Tensor:
-        """ids int32 [R] -> the scaled rows [R, hidden] that the layers start from."""
+        """ids int32 [R] -> scaled rows [R, hidden]."""
 
     @abstractmethod
     def states(self, batch: ForwardBatch, attention: AttentionBackend, peers: Peers = None) -> tuple[Tensor, Tensor]:
-        """[R, hidden] each, of `batch.logit_rows`: the residual stream after the last layer, and its final-normed form.
-        Writes the batch's K and V into attention's cache.
+        """[R, hidden] each, of `batch.logit_rows`: the residual stream after the last layer, and
+        its final norm. Writes K and V.
 
-        peers: the ranks' inboxes, or for many rows their sequence-parallel norms; None: sums over ranks are collectives.
+        peers: the ranks' inboxes, or sequence-parallel norms for many rows; None: collectives.
         """
 
 
 class MediaEncoder(Shard, ABC):
-    """Encodes pictures, video or audio into rows that replace the embeddings of their placeholders. Every rank has all of
-    it. `out`: the last product, as wide as the embeddings."""
+    """Encodes media into rows that replace their placeholders' embeddings. Not cut over ranks.
+    `out`: the last product."""
 
     def __init__(self, geometry: MediaGeometry, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, Single(), dtype, device)
@@ -52,30 +50,30 @@ class MediaEncoder(Shard, ABC):
 
     @abstractmethod
     def inputs(self, data: Tensor) -> list[Tensor]:
-        """An item's data, as in `MediaItem` -> the parts that are encoded separately: a picture, or each frame of a video."""
+        """`MediaItem` data -> inputs that are encoded separately: a picture, or each frame of a
+        video."""
 
     @abstractmethod
     def rows(self, one: Tensor) -> int:
-        """Rows that one input gives."""
+        """Rows of one input."""
 
     @abstractmethod
     def largest(self) -> list[Tensor]:
-        """Inputs that need about as much memory as any batch."""
+        """Inputs that need as much memory as any batch."""
 
     def warm(self, *, graphs: bool) -> None:  # noqa: ARG002 (a tower's)
-        """Runs the largest batch; with `graphs`, captures CUDA graphs."""
         self(self.largest())
 
     @abstractmethod
     def encoded(self, batch: Sequence[Tensor]) -> Launches:
-        """Inputs -> normed input of `out`; launched a layer at a time."""
+        ...
 
     def pieces(self, batch: Sequence[Tensor]) -> Launches:
-        """`forward`, launched a layer at a time."""
+        """`forward`, launched layer by layer."""
         return functional.linear(rms_norm((yield from self.encoded(batch)), None, self.geometry.eps), self.out.weight)
 
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
-        """Inputs on the encoder's device -> their rows [n, hidden of the text model], in order."""
+        """Inputs on the device -> rows [n, hidden of the text model], in order."""
         pieces = self.pieces(batch)
         while True:
             try:

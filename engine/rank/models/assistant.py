@@ -1,10 +1,8 @@
-"""Gemma 4's assistants: drafters of four layers that read their target's K and V (`engine.rank.models.assistant_geometry`).
+"""Gemma 4's assistants: drafters of four layers that read their target's K and V.
 
     x = W_pre [ E_target[id] * sqrt(backbone) ; hidden ]      hidden: the target's final-normed row, or `W_post y` of the last pass
     y = norm( 4 layers(x) )                                   queries only; K and V are the target's, up to the row's position
     next id = argmax( y E^T ),  hidden = W_post y
-
-A pass gives one draft token a row. The target's embedding gives the rows of ids.
 """
 
 from pathlib import Path
@@ -34,8 +32,8 @@ from kernels.sampling_batch import SamplingBatch
 class DenseHead(nn.Module):
     """The drafter's own table, cut along the vocabulary.
 
-    forward: final rows [R, hidden] -> int32 [R, 2] (`kernels.choose`): the likeliest ids, the same on every rank; of equal
-    logits the lowest id. They are written after the rows' inputs; `batch` is greedy.
+    forward: final rows [R, hidden] -> int32 [R, 2] (`kernels.choose`), the same on every rank,
+    written after the rows' inputs. `batch` is greedy; ties give the lowest id.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -47,8 +45,8 @@ class DenseHead(nn.Module):
 
 
 class OrderedHead(nn.Module):
-    """A table whose rows are grouped by cluster, each with a centroid. Only rows of the best clusters are read. Every rank
-    has all of it.
+    """A table with rows grouped by cluster; only the best clusters' rows are read. Not cut over
+    ranks.
 
     order: int64 [vocab], the id of each row;  forward: as `DenseHead.forward`
     """
@@ -61,7 +59,7 @@ class OrderedHead(nn.Module):
         self.order = torch.arange(geometry.vocab, device=shard.device)
 
     def sort(self, order: Tensor) -> None:
-        """Reorders rows of any dtype from the order of ids to this one. CheckpointError if it is not a permutation."""
+        """Reorder rows from id order. CheckpointError if it is not a permutation."""
         order = order.long()
         if not torch.equal(order.sort().values, torch.arange(len(self.weight))):
             raise CheckpointError(f"{ORDER} is no permutation of the vocabulary")
@@ -77,8 +75,6 @@ class OrderedHead(nn.Module):
 
 
 class Assistant(Shard):
-    """One rank's shard of a drafter."""
-
     def __init__(self, geometry: AssistantGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, parallel, dtype, device)
         self.pre = self.matrix(geometry.hidden, 2 * geometry.backbone)
@@ -89,10 +85,8 @@ class Assistant(Shard):
         self.frequencies: RopeTensors = frequencies_of(geometry.layers, device)
 
     def forward(self, embedded: Tensor, hidden: Tensor, step: LayerStep) -> Tensor:
-        """embedded and hidden [R, backbone] of decode rows -> final rows [R, hidden]; `post` of them is the next pass's `hidden`.
-
-        A row sees keys up to its position; its rotary embedding is that of `step.batch.rope`.
-        """
+        """embedded and hidden [R, backbone] of decode rows -> final rows [R, hidden]. `post` of
+        them is the next pass's `hidden`."""
         first_norm, *next_norms = pre_norms(self.blocks, self.norm)
         projected = self.pre.product(torch.cat([embedded, hidden], 1))
         h, x = step.exchange.norm(projected, None, first_norm.after(None))
@@ -103,7 +97,7 @@ class Assistant(Shard):
 
 
 def load_assistant(model: Assistant, tensors: TensorTable, folder: Path, weights: Quantisation) -> None:
-    """Fills a drafter from the checkpoint in `folder`. CheckpointError as `load`, and if the clusters do not hold each id once."""
+    """CheckpointError as `load`, and if the clusters do not hold each id once."""
     load(model, tensors, folder, weights)
     if isinstance(model.head, OrderedHead):
         header = headers(folder, tensors, model.geometry)[0].get(ORDER)

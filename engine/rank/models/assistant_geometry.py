@@ -1,7 +1,7 @@
-"""The shape of a Gemma 4 assistant: a drafter that reads its target's K and V and writes none.
+"""The shape of a Gemma 4 assistant, read for its target. No torch.
 
-Source: the public configs and transformers' `models/gemma4_assistant`. It is read for a target. Each layer names the target's last
-layer of its kind that owns K and V. A drafter that does not fit the target is an error. No torch here.
+Source: the public configs and transformers' `models/gemma4_assistant`. Each layer reads K and V of
+the target's last layer of its kind that owns them.
 """
 
 from dataclasses import dataclass, replace
@@ -18,17 +18,13 @@ _SUFFIX = "_assistant"
 
 @dataclass(frozen=True)
 class AssistantGeometry(Geometry):
-    """A drafter's. backbone: the target's hidden size; centroids: clusters of its head's vocabulary, of which the best
-    `centroid_top_k` are read; 0: the head reads all ids."""
-
-    backbone: int
-    centroids: int
-    centroid_top_k: int
+    backbone: int  # the target's hidden size
+    centroids: int  # clusters of the head's vocabulary; 0: all ids are read
+    centroid_top_k: int  # clusters that are read
 
 
 def read_assistant(folder: Path, target: Geometry, tp: int = 1) -> AssistantGeometry:
-    """The assistant in `folder`, for `target` on `tp` ranks. CheckpointError if it is not one, fits another model, or cannot
-    be cut."""
+    """CheckpointError: no assistant, one of another model, or not divisible by `tp`."""
     path = folder / "config.json"
     config = read_json(path)
     kind = str(config.get("model_type"))
@@ -50,7 +46,6 @@ def read_assistant(folder: Path, target: Geometry, tp: int = 1) -> AssistantGeom
 
 
 def _source(layer: Layer, target: Geometry, path: Path) -> int:
-    """The target's layer whose K and V a layer reads."""
     owners = [other.index for other in target.layers if other.kind == layer.kind and other.owns_kv]
     if not owners:
         raise CheckpointError(f"{path}: layer {layer.index} reads {layer.kind} layers, and the model has none")
@@ -80,7 +75,7 @@ def _unlike(assistant: AssistantGeometry, target: Geometry) -> list[str]:
 
 
 def check_shards(assistant: AssistantGeometry, target: Geometry, tp: int) -> None:
-    """CheckpointError unless each of `tp` ranks holds the K and V that its share of the drafter's query heads reads."""
+    """CheckpointError unless each rank holds the K and V of its query heads."""
     for layer in assistant.layers:
         kv_heads = layer.kv_heads
         for rank in range(tp):

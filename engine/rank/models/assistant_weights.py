@@ -1,4 +1,4 @@
-"""The tensors of Gemma 4's assistants. No torch, so that shapes can be read without it."""
+"""The tensors of Gemma 4's assistants. No torch."""
 
 from engine.geometry import Layer
 from engine.rank.load.tensor_table import HEAD, Rule, TensorTable, norm_rule

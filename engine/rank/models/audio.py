@@ -1,11 +1,12 @@
-"""Gemma 4's audio encoders: the conformer tower of E2B and E4B, and the 12B's projection of raw samples.
+"""Gemma 4's audio encoders: the conformer tower of E2B and E4B, and the 12B's projection of raw
+samples.
 
     frames [f, 128] --two convolutions, each halves them--> x [ceil(f / 4), hidden]
     each layer   x = x + ff(x) / 2;  x = x + norm( attention( norm(x) ) );  x = x + convolution(x);  x = norm( x + ff'(x) / 2 )
     soft token   = W norm( W' x + b )          norm without weight; the 12B's: W norm(640 samples)
 
-Clips are a ragged batch without padding: a row [T, hidden] sees `reach` rows, itself and those of its clip before it, by a table of
-their numbers. A clip's soft tokens depend on that clip alone.
+Clips are a ragged batch: a row sees itself and the rows before it in its clip, `reach` in total, so
+a clip's soft tokens depend on that clip only.
 """
 
 import math
@@ -26,14 +27,14 @@ from kernels.norm import rms_norm
 
 
 class Before(NamedTuple):
-    """Rows int64 [T, n] that each row sees, the nearest first; bool, true where there is no such row."""
+    """Rows int64 [T, n] that each row sees, nearest first; bool, true where there is no such row."""
 
     rows: Tensor
     none: Tensor
 
     @classmethod
     def of(cls, lengths: Sequence[int], count: int, device: torch.device) -> "Before":
-        """The table for consecutive clips of that many rows."""
+        """The table for consecutive clips of `lengths` rows."""
         counts = torch.tensor(lengths)
         first = (counts.cumsum(0) - counts).repeat_interleave(counts)
         rows = torch.arange(sum(lengths))[:, None] - torch.arange(count)
@@ -42,7 +43,7 @@ class Before(NamedTuple):
 
 
 class Subsample(nn.Module):
-    """Two convolutions of stride 2 over time and mels, then one product."""
+    """Two convolutions of stride 2 over time and mels, then a product."""
 
     def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class FeedForward(nn.Module):
 
 
 class AudioAttention(nn.Module):
-    """softmax( cap tanh( q (k + r) / cap ) ) v in fp32; r depends on the distance between two rows."""
+    """softmax( cap tanh( q (k + r) / cap ) ) v in fp32; r depends on the distance of two rows."""
 
     def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
         super().__init__()
@@ -116,8 +117,6 @@ class Convolution(nn.Module):
 
 
 class AudioBlock(nn.Module):
-    """One conformer layer."""
-
     def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
         super().__init__()
         width = geometry.hidden
@@ -134,7 +133,7 @@ class AudioBlock(nn.Module):
 
 
 class AudioEncoder(MediaEncoder):
-    """An encoder of clips, fp32 [rows, features], with an `AudioGeometry`. Without a tower it projects the rows themselves."""
+    """Encodes clips fp32 [rows, features]. Without a tower it projects the rows."""
 
     geometry: AudioGeometry
 
@@ -154,8 +153,6 @@ class AudioEncoder(MediaEncoder):
 
 
 class AudioTower(AudioEncoder):
-    """The tower."""
-
     def __init__(self, geometry: AudioGeometry, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, dtype, device)
         self.subsample = Subsample(self, geometry)

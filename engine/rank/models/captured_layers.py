@@ -1,9 +1,4 @@
-"""A vision tower's layers in CUDA graphs, for few pictures: the host would take longer to launch a layer than the device to run it.
-
-    rows of pictures --copied--> fixed addresses, padded to one of SIZES --> graphs of LAYERS layers in sequence --> rows
-
-No picture's rows read the padding rows at the end.
-"""
+"""A vision tower's layers in CUDA graphs, for few pictures, where launches would dominate."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,22 +16,22 @@ SIZES = (*range(288, 2593, 288), *range(3168, CAPTURED_PATCHES + 1, 576))  # 252
 
 
 class Rows(NamedTuple):
-    """Inputs of all layers for a batch: cos and sin fp32 [T, head_dim / 2]; starts int32 [pictures + 1], first rows and the end;
-    longest: patches of the largest picture."""
+    """Inputs of all layers."""
 
-    cos: Tensor
+    cos: Tensor  # fp32 [T, head_dim / 2], as sin
     sin: Tensor
-    starts: Tensor
-    longest: int
+    starts: Tensor  # int32 [pictures + 1]
+    longest: int  # patches of the largest picture
 
 
 RunLayers = Callable[[range, Tensor, Tensor, Rows], tuple[Tensor, Tensor]]
 
 
 class CapturedLayers:
-    """`count` layers. `run` computes some of them and returns h and its normed form x.
+    """`run` computes some of `count` layers and returns h and its normed form x.
 
-    states  [2, SIZES[-1], hidden], of h and x;   angles  fp32 [2, SIZES[-1], head_dim / 2], of cos and sin: memory for inputs
+    Memory for inputs: states [2, SIZES[-1], hidden] of h and x; angles fp32 [2, SIZES[-1], head_dim
+    / 2] of cos and sin.
     """
 
     def __init__(self, run: RunLayers, count: int, states: Tensor, angles: Tensor, graphs: StageGraphs) -> None:
@@ -51,7 +46,7 @@ class CapturedLayers:
                 h, x = graphs.capture(partial(run, part, h, x, rows), "layers", size, part.start)
 
     def fit(self, rows: Rows) -> bool:
-        """Whether there are graphs for a batch."""
+        """Whether a batch fits the graphs."""
         return len(rows.cos) <= SIZES[-1] and len(rows.starts) <= PICTURES + 1
 
     def pieces(self, h: Tensor, x: Tensor, rows: Rows) -> Launches:

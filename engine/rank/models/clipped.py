@@ -1,4 +1,4 @@
-"""Products with bounds on input and output, which checkpoints of towers hold as 0-d tensors next to the matrix."""
+"""Products with bounds on input and output, 0-d tensors in checkpoints of towers."""
 
 from pathlib import Path
 
@@ -18,8 +18,8 @@ _MATRIX = ".linear.weight"
 
 
 class ClippedProduct(nn.Module):
-    """x W^T by the library: our kernels for few rows would be compiled when such a picture comes. bounds: of x and of the
-    product, or None."""
+    """x W^T by the library, since our kernels would compile at a picture's arrival. bounds: of x
+    and of the product, or None."""
 
     def __init__(self, shard: Shard, rows: int, columns: int) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class ClippedProduct(nn.Module):
 
 
 def load_encoder(model: Shard, tensors: TensorTable, folder: Path, weights: Quantisation = UNQUANTISED) -> None:
-    """Fills an encoder from the checkpoint in `folder`, with the bounds of products that it calls `*.linear`.
-    CheckpointError as `load`. A missing bound means no bound."""
+    """Fill an encoder and the bounds of products named `*.linear`, which may be missing.
+    CheckpointError as `load`."""
     load(model, tensors, folder, weights)
     by_name, _ = headers(folder, tensors, model.geometry)
     scalars = {}

@@ -1,5 +1,4 @@
-"""The tensors of encoders: vision towers, the 12B's embedder, audio towers, the 12B's projection of samples. No torch, so that
-shapes can be read without it."""
+"""The tensors of vision and audio encoders. No torch."""
 
 from collections.abc import Mapping
 

@@ -1,15 +1,15 @@
-"""Gemma 4's text model: dense, with experts, or with per-layer embeddings; the geometry says which.
+"""Gemma 4's text model: dense, with experts, or with per-layer embeddings, by its geometry.
 
     h = E[id] * sqrt(hidden)
     each layer      h = h + norm( attention( norm(h) ) )                     K and V normed, K roped, both into pages
                     h = h + norm( mlp( norm(h) ) )                           with experts: norm( norm(mlp) + norm(experts) )
-                    h = h + norm( W ( gelu(W' h) * ple_layer ) )             where there are per-layer embeddings
+                    h = h + norm( W ( gelu(W' h) * ple_layer ) )             with per-layer embeddings
                     h = h * scalar
-    logits = norm(h) E^T                                                     or of a matrix of their own
+    logits = norm(h) E^T                                                     or of an untied matrix
 
-A block speaks (h, x): the residual stream, and its normed form that the next product reads. A fused norm ends a block's half: the
-sum over ranks, the norm behind it, the residual, and the norm before what follows, also where that is the next block's. The last
-layer that stores K and V does so of all rows, and only those whose logits are wanted go on, to its attention and what is behind.
+Blocks pass (h, x): the residual stream, and its normed form for the next product. A fused norm ends
+each half of a block with the sum over ranks, its norm, the residual and the next norm. After the
+last layer that stores K and V only rows that need logits are computed.
 """
 
 import math
@@ -32,27 +32,25 @@ from engine.rank.parallel import Parallel
 from engine.rank.products import Exchange, Part, Peers, Rows, exchange_over
 from engine.rank.shard import Shard
 from kernels.fused_allreduce_norm import Norms
-from kernels.launch import beside
+from kernels.launch import on_second_stream
 from kernels.linear import gelu_times
 from kernels.packed import Activations
 from kernels.ple import per_layer_inputs
 
 
 class PreNorm(NamedTuple):
-    """The norm before a product; None: there is none. packs: the product reads packed rows."""
+    """The norm before a product, or None. packs: the product reads packed rows."""
 
     weight: Tensor | None
     packs: bool = False
 
     def after(self, post: Tensor | None, halves: tuple[Tensor, Tensor] | None = None) -> Norms:
-        """The norms of a fused norm that ends with this one."""
         return Norms(post, self.weight, halves, self.packs)
 
 
 @dataclass(frozen=True)
 class LayerStep:
-    """What the layers of one forward share: batch, attention and its plan, the ranks' exchange of rows, per-layer embeddings
-    [T, layers, ple] or None."""
+    """What the layers of one forward share. ple: per-layer embeddings [T, layers, ple] or None."""
 
     batch: ForwardBatch
     attention: AttentionBackend
@@ -61,7 +59,7 @@ class LayerStep:
     ple: Tensor | None
 
     def of_rows(self, rows: Tensor) -> "LayerStep":
-        """The same step with these of its rows alone, as decode rows."""
+        """The step of these rows, as decode rows."""
         width = self.batch.width
         batch = self.batch.of_rows(rows)
         cache = self.attention.cache
@@ -73,7 +71,8 @@ class LayerStep:
 
 
 class Attention(nn.Module):
-    """q, k and v in one product: no v where it is k's raw product, q alone where K and V are another layer's. Yields o's part."""
+    """q, k and v in one product; no v where it is k's raw product, only q where K and V are another
+    layer's."""
 
     def __init__(self, shard: Shard, layer: Layer) -> None:
         super().__init__()
@@ -90,13 +89,12 @@ class Attention(nn.Module):
         return self.attend(self._qkv(x, step), step)
 
     def attend(self, qkv: Tensor, step: LayerStep) -> Part:
-        """Compute o's part of raw q, k and v, or of q alone, whose K and V are in their pages."""
         out = qkv.new_empty(len(qkv), self.o.shape[1])
         step.attention.attend(qkv, self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, out)
         return step.exchange.row_parallel(self.o, out)
 
     def store(self, x: Rows, step: LayerStep) -> Tensor:
-        """Write K and V of all rows x [T, hidden] into their pages; returns the rows' raw q."""
+        """Write K and V of x [T, hidden] into their pages; returns raw q."""
         qkv = self._qkv(x, step)
         step.attention.store(qkv, self.layer, (self.q_norm, self.k_norm), step.batch)
         return qkv[:, : self.o.shape[1]]
@@ -108,8 +106,6 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer."""
-
     def __init__(self, shard: Shard, layer: Layer) -> None:
         super().__init__()
         self._index, geometry = layer.index, shard.geometry
@@ -133,8 +129,7 @@ class Block(nn.Module):
         return self._behind_attention(self.attention(x, step), h, next_norm, step)
 
     def narrow(self, h: Tensor, next_norm: PreNorm, step: LayerStep) -> tuple[Tensor, Rows, LayerStep]:
-        """h [T, hidden] -> h and x as a call gives them, of the rows whose logits are wanted alone, and the step of these. K and V
-        of all rows are stored."""
+        """Store K and V of all rows; returns h, x and the step of the rows that need logits."""
         rows = step.batch.logit_rows
         assert rows is not None
         _, x = step.exchange.norm(h, None, Norms(None, self.norms["pre_attention"]))
@@ -150,7 +145,7 @@ class Block(nn.Module):
         after, scalar = (next_norm, self.scalar) if step.ple is None else (PreNorm(None), None)
         if self._moe:
             assert isinstance(x, Activations)
-            dense = beside(partial(self.mlp.local, x, step.exchange), x)
+            dense = on_second_stream(partial(self.mlp.local, x, step.exchange), x)
             adapters = step.exchange.adapters
             weights, chosen, inner = self.router(h, norms["pre_experts"], adapters)
             both = self.experts(inner, weights, chosen, dense, adapters)  # parts side by side: normed apart, then added
@@ -166,12 +161,13 @@ class Block(nn.Module):
 
 
 def pre_norms(blocks: Iterable[nn.Module], last: Tensor) -> list[PreNorm]:
-    """The norm before each block, and `last` after them."""
+    """The norm before each block, and `last`."""
     return [*(PreNorm(b.norms["pre_attention"], b.attention.qkv.packs_rows) for b in blocks if isinstance(b, Block)), PreNorm(last)]
 
 
 class Embedding(nn.Module):
-    """Token rows times sqrt(hidden), the factor rounded to the table's dtype as transformers does, and the per-layer embeddings."""
+    """Token rows times sqrt(hidden), rounded to the table's dtype as in transformers, and per-layer
+    embeddings."""
 
     def __init__(self, shard: Shard) -> None:
         super().__init__()
@@ -189,9 +185,11 @@ class Embedding(nn.Module):
     def forward(
         self, ids: Tensor, next_norm: PreNorm, exchange: Exchange, soft: SoftTokens | None = None
     ) -> tuple[Tensor, Rows, Tensor | None]:
-        """ids int32 [T] -> (h [T, hidden], h normed by `next_norm`, per-layer embeddings [T, layers, ple] or None).
+        """ids int32 [T] -> (h [T, hidden], h normed by `next_norm`, per-layer embeddings [T,
+        layers, ple] or None).
 
-        soft: rows of encoders, which take the places of the scaled ones; their per-layer embeddings are pad's."""
+        soft: replace scaled rows; their per-layer embeddings are pad's.
+        """
         geometry, ple, scale = self._geometry, None, self.scale
         rows = self.tokens(ids)
         if geometry.ple:
@@ -214,8 +212,6 @@ class Embedding(nn.Module):
 
 
 class Gemma4(Model):
-    """One rank's shard."""
-
     def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, parallel, dtype, device)
         self.embedding = Embedding(self)

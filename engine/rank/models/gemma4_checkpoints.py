@@ -1,4 +1,4 @@
-"""Gemma 4's checkpoints: the text model, its assistant, its encoders of media. No torch at import."""
+"""Gemma 4's checkpoints: text model, assistant and encoders. No torch at import."""
 
 from pathlib import Path
 
@@ -15,7 +15,6 @@ _MODELS = "engine.rank.models"
 
 
 def checkpoints(config: EngineConfig) -> Checkpoints:
-    """As `checkpoints_of`."""
     folder = Path(config.model)
     weights = read_quantisation(folder, config.weights)
     text = Checkpoint(folder, config.geometry, gemma4_weights.TENSORS, f"{_MODELS}.gemma4:Gemma4", weights)
@@ -24,7 +23,6 @@ def checkpoints(config: EngineConfig) -> Checkpoints:
 
 
 def _drafter(config: EngineConfig) -> Checkpoint | None:
-    """The assistant's checkpoint, if drafts are asked for."""
     if config.widest == 1:
         return None
     folder = Path(str(config.mtp.model))

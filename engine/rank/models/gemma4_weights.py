@@ -1,4 +1,4 @@
-"""Gemma 4's tensors. No torch: shapes are asked for without it."""
+"""Gemma 4's tensors. No torch."""
 
 import re
 
@@ -18,7 +18,8 @@ _I, _B = "layers.{i}.", "blocks.{i}."
 
 
 def block_rules(layer: str) -> tuple[Rule, ...]:
-    """Rules of what blocks of drafters have too: queries, a dense MLP, norms and a scalar. layer: how a layer's tensors begin."""
+    """Rules of blocks that drafters have too: queries, dense MLP, norms, scalar. layer: prefix of a
+    layer's tensors."""
     return (
         Rule(f"{layer}self_attn.q_proj.weight", f"{_B}attention.qkv", "q hidden", "q"),
         Rule(f"{layer}self_attn.o_proj.weight", f"{_B}attention.o", "hidden q", "columns"),
@@ -75,8 +76,8 @@ def _sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
 
 
 def _is_unused(name: str, geometry: Geometry) -> bool:
-    """Whether the text model does without the tensor of this published name: a tower's, the embedding again as head, K and V of
-    layers that read another's."""
+    """Whether the text model ignores it: a tower's, a tied head, K and V of layers that read
+    another's."""
     if _is_of_tower(name) or (name == HEAD and geometry.tied):
         return True
     match = re.fullmatch(rf"{re.escape(geometry.prefix)}layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.\w+", name)
@@ -85,7 +86,6 @@ def _is_unused(name: str, geometry: Geometry) -> bool:
 
 
 def _published_name(name: str, geometry: Geometry) -> str:
-    """How published checkpoints of this layout name a tensor."""
     if _is_of_tower(name):
         return name
     rest = name.removeprefix(next(prefix for prefix in _PREFIXES if name.startswith(prefix)))

@@ -1,8 +1,7 @@
-"""The few tensor-parallel layers. Every product of a model is one of a `Weight`'s, except the router's.
+"""The tensor-parallel layers. Every product is one of a `Weight`'s, except the router's.
 
-A column-parallel product is by a `Weight` of this rank's rows; what it yields stays local. A row-parallel one is by
-this rank's columns and yields a part of a sum over ranks: `engine.rank.products`. KV heads that do not divide are held by
-several ranks. Weights are made empty; `engine.rank.load` fills them.
+A column-parallel `Weight` has this rank's rows; a row-parallel one has its columns and yields a
+part of a sum over ranks (`engine.rank.products`). KV heads that do not divide are replicated.
 """
 
 from functools import cached_property
@@ -22,9 +21,8 @@ from kernels.route import route, router_logits, router_parts
 
 
 class VocabTable(nn.Module):
-    """This rank's rows of an embedding table: vocabulary-parallel lookup and, for a tied table, head.
-
-    Every rank has as many; where the vocabulary does not fill the last ranks', they are zero, and their logits -inf."""
+    """This rank's rows of an embedding table. All ranks have equally many; those after the
+    vocabulary's end are zero, and their logits -inf."""
 
     def __init__(self, shard: Shard, rows: int, width: int) -> None:
         super().__init__()
@@ -37,8 +35,8 @@ class VocabTable(nn.Module):
         self.head = shard.matrix(share, width)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids int [T] -> [T, width]: zero rows for ids of other ranks, to be added over ranks. Ids that stand for images, video or
-        audio are read as pad."""
+        """ids int [T] -> [T, width]: zero for other ranks' ids, to be summed over ranks. Media
+        placeholders are read as pad."""
         return self.head.rows(ids, self._first, self._placeholders, self._pad)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -50,7 +48,7 @@ class VocabTable(nn.Module):
 
 
 class Mlp(nn.Module):
-    """down( gelu_tanh(gate x) * up x ), cut along its width; gate and up are one product. Yields this rank's part."""
+    """down( gelu_tanh(gate x) * up x ), cut along its width; gate and up are one product."""
 
     def __init__(self, shard: Shard, width: int) -> None:
         super().__init__()
@@ -68,7 +66,7 @@ class Mlp(nn.Module):
 
 
 class Router(nn.Module):
-    """Every rank routes alike: replicated, and fp32 from the norm on, because a rounding of bf16 changes the chosen set."""
+    """Replicated, and fp32 from the norm on: rounding to bf16 would change the chosen experts."""
 
     def __init__(self, shard: Shard, moe: Moe) -> None:
         super().__init__()
@@ -80,15 +78,16 @@ class Router(nn.Module):
 
     @cached_property
     def _parts(self) -> Tensor:
-        """Made by the first forward, which is before the KV cache is sized. Kernels read weights before they wait for others."""
+        """Made by the first forward, before the KV cache is sized, and synchronised: kernels read
+        weights before they wait for others."""
         parts = router_parts(self.proj, self.scale)
         if parts.is_cuda:
             torch.cuda.current_stream().synchronize()
         return parts
 
     def forward(self, h: Tensor, norm: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """h [T, hidden], the raw residual -> (weights fp32, experts int32), [T, top_k] each, and h normed by `norm`. index: int32
-        [T], the adapter of each row; None: no row has one."""
+        """h [T, hidden], the raw residual -> (weights fp32, experts int32), [T, top_k] each, and h
+        normed by `norm`. index: int32 [T], adapters, or None."""
         logits, x = router_logits(h, self._parts, norm, self._eps)
         if self.adapters is not None and index is not None:
             scaled = rms_norm(h, None, self._eps, torch.float32) * self.scale * h.shape[1] ** -0.5
@@ -97,7 +96,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts' weights, each cut along its width: [experts, out, in], gate rows before up rows."""
+    """Weights [experts, out, in], cut along their width, gate rows before up rows."""
 
     def __init__(self, shard: Shard, moe: Moe) -> None:
         super().__init__()
@@ -108,6 +107,6 @@ class Experts(nn.Module):
     def forward(
         self, x: Tensor, weights: Tensor, chosen: Tensor, dense: PendingTensor, index: Tensor | None = None
     ) -> Tensor:
-        """x and what `dense` gives [T, hidden], weights and chosen [T, top_k] -> [T, 2 hidden]: dense's part, the experts'. index
-        as in `Router`."""
+        """x and what `dense` gives [T, hidden], weights and chosen [T, top_k] -> [T, 2 hidden]:
+        dense's part, the experts'."""
         return self.gate_up.experts(x, weights, chosen, self.down, dense, index)

@@ -1,14 +1,14 @@
-"""Gemma 4's vision encoders: the towers of 26B and 31B, of E2B and E4B; and the 12B's embedder, which has no layers.
+"""Gemma 4's vision encoders: the towers of 26B, 31B, E2B and E4B, and the 12B's embedder without
+layers.
 
     tower     h = W (2 p - 1) + X[x] + Y[y]                                     p: a patch of 16 x 16 pixels in [0, 1], at (x, y)
-              h = h + norm( attention( norm(h) ) );  h = h + norm( mlp( norm(h) ) )     both ways within a picture; no layer scalar
+              h = h + norm( attention( norm(h) ) );  h = h + norm( mlp( norm(h) ) )     bidirectional in a picture; no layer scalar
               c = mean(h of 3 x 3 patches) * sqrt(hidden), perhaps standardised
     embedder  c = LN( LN( W LN(p) + b ) + X[x] + Y[y] )                         p: 48 x 48 pixels
     row = W_out norm(c)                                                         a soft token, which replaces an embedding
 
-All pictures of a step are one batch without padding. The patches of a cell are consecutive rows, so that its mean is that of nine
-rows; attention gets the first row of each picture. Products round as in transformers; norms, rotary embedding and gate are
-fp32 with one cast, as in the text model. Every rank has the whole encoder.
+A step's pictures are one ragged batch; a cell's patches are consecutive rows. Products round as in
+transformers; norms, rotary embedding and gate are fp32 with one cast.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ from kernels.ragged_attention import ragged_attention
 
 
 class VisionEncoder(MediaEncoder):
-    """An encoder of pictures and video frames, uint8 [height, width, 3], sides multiples of 48, with a `VisionGeometry`.
-    `encoded` gives [cells, hidden]."""
+    """Encodes pictures and frames uint8 [height, width, 3], sides multiples of 48. `encoded` gives
+    [cells, hidden]."""
 
     geometry: VisionGeometry
 
@@ -55,8 +55,6 @@ class VisionEncoder(MediaEncoder):
 
 
 class VisionBlock(nn.Module):
-    """A layer; like a text block it takes and yields the residual stream and its normed form."""
-
     def __init__(self, shard: Shard, layer: Layer) -> None:
         super().__init__()
         hidden, self._eps, self._head_dim = shard.geometry.hidden, shard.geometry.eps, layer.head_dim
@@ -87,15 +85,13 @@ class VisionBlock(nn.Module):
 
 
 class Tower(VisionEncoder):
-    """The towers."""
-
     def __init__(self, geometry: VisionGeometry, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, dtype, device)
         self.patches = self.matrix(geometry.hidden, 3 * PATCH**2)
         self.positions = self.parameter(2, geometry.positions, geometry.hidden)
         blocks = [VisionBlock(self, layer) for layer in geometry.layers]
         self.blocks = nn.ModuleList(blocks)
-        self._pre_norms = [*(block.norms["pre_attention"] for block in blocks), None]  # of each layer's input; none behind the last
+        self._pre_norms = [*(block.norms["pre_attention"] for block in blocks), None]  # of each layer's input; none after the last
         if geometry.standardize:
             self.std_bias, self.std_scale = self.parameter(geometry.hidden), self.parameter(geometry.hidden)
         layer = geometry.layers[0]
@@ -108,7 +104,7 @@ class Tower(VisionEncoder):
             self.capture(StageGraphs(self.device))
 
     def capture(self, graphs: StageGraphs) -> None:
-        """Captures the layers for batches of few pictures."""
+        """Capture the layers for batches of few pictures."""
         shape = (2, SIZES[-1])
         states = torch.zeros((*shape, self.geometry.hidden), dtype=self.dtype, device=self.device)
         angles = torch.zeros((*shape, self.geometry.layers[0].head_dim // 2), dtype=torch.float32, device=self.device)
@@ -132,13 +128,12 @@ class Tower(VisionEncoder):
         return pooled.to(self.dtype)
 
     def _layers(self, layers: range, h: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """h [T, hidden] and its normed form x after these layers."""
         for layer in layers:
             h, x = self.blocks[layer](h, x, self._pre_norms[layer + 1], rows)
         return h, x
 
     def _rows(self, pictures: Sequence[Tensor]) -> tuple[Tensor, Tensor, Rows]:
-        """int64 [T] of each patch, x and y, and the layers' inputs."""
+        """x and y of each patch, int64 [T], and the layers' inputs."""
         counts = [picture.numel() // (3 * PATCH**2) for picture in pictures]
         host = _positions(pictures, CELL)
         starts = np.cumsum([0, *counts])
@@ -148,24 +143,18 @@ class Tower(VisionEncoder):
 
 
 class Affine(nn.Module):
-    """Weight and bias."""
-
     def __init__(self, shard: Shard, *shape: int) -> None:
         super().__init__()
         self.weight, self.bias = shard.parameter(*shape), shard.parameter(shape[0])
 
     def norm(self, x: Tensor) -> Tensor:
-        """Applies LayerNorm."""
         return functional.layer_norm(x, self.weight.shape, self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiplies by the weight, and adds the bias."""
         return functional.linear(x, self.weight, self.bias)
 
 
 class VisionEmbedder(VisionEncoder):
-    """The 12B's."""
-
     def __init__(self, geometry: VisionGeometry, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, dtype, device)
         hidden, cell = geometry.hidden, 3 * SIDE**2
@@ -180,8 +169,8 @@ class VisionEmbedder(VisionEncoder):
 
 
 def _patches(pictures: Sequence[Tensor], cell: int) -> Tensor:
-    """uint8 [height, width, 3] each -> fp32 [patches, pixels], 0 to 1, of 48 / cell pixels a side. Patches of a cell are
-    consecutive; rows of cells, of patches and of pixels are in raster order."""
+    """uint8 [height, width, 3] each -> fp32 [patches, pixels], 0 to 1, of 48 / cell pixels a side.
+    A cell's patches are consecutive; orders are raster."""
     side = SIDE // cell
     cut = [picture.view(len(picture) // SIDE, cell, side, -1, cell, side, 3) for picture in pictures]
     patches = [one.permute(0, 3, 1, 4, 2, 5, 6).reshape(-1, 3 * side**2) for one in cut]
@@ -189,7 +178,6 @@ def _patches(pictures: Sequence[Tensor], cell: int) -> Tensor:
 
 
 def _positions(pictures: Sequence[Tensor], cell: int) -> np.ndarray:
-    """int64 [2, patches]: x and y of each patch, in the order of `_patches`."""
     return np.concatenate(
         [patch_positions(len(picture) // SIDE, picture.shape[1] // SIDE, cell) for picture in pictures], axis=1
     )
@@ -197,6 +185,6 @@ def _positions(pictures: Sequence[Tensor], cell: int) -> np.ndarray:
 
 @lru_cache(maxsize=1024)
 def patch_positions(rows: int, columns: int, cell: int) -> np.ndarray:
-    """int64 [2, patches]: x and y of each patch of rows x columns cells of cell x cell patches, in the order of `_patches`."""
+    """int64 [2, patches]: x and y of each patch of rows x columns cells of cell x cell patches."""
     cell_y, cell_x, y, x = np.indices((rows, columns, cell, cell)).reshape(4, -1)
     return np.stack([cell * cell_x + x, cell * cell_y + y])

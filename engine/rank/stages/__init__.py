@@ -1,1 +1,1 @@
-"""The stages of a step, in order: encode, forward, sample, draft, report. `engine.rank.runner` runs them."""
+"""The stages of a step: encode, forward, sample, draft, report."""

@@ -1,10 +1,10 @@
-"""Drafts behind what a step sampled: which tokens stand, then the drafter's passes, for the next step to verify.
+"""Accepts draft tokens after sampling, then drafts for the next step to verify.
 
-    tokens  ... input  d_1 .. d_W  |                    sampled: s_0 .. s_W, s_i behind d_i
-                s_0 .. s_a                              s_i stands while d_i = s_(i-1); lengths advance by a
-                       s_a  e_1 .. e_n                  new drafts behind the last one that stands
+    tokens  ... input  d_1 .. d_W  |                    sampled: s_0 .. s_W, s_i after d_i
+                s_0 .. s_a                              s_i is accepted while d_i = s_(i-1); lengths advance by a
+                       s_a  e_1 .. e_n                  new drafts after the last accepted token
 
-What the passes begin with lies at fixed addresses, whatever step it comes of: a graph of them depends on their rows alone.
+Drafter inputs are at fixed addresses, so a graph depends only on the number of rows.
 """
 
 import torch
@@ -24,8 +24,6 @@ from kernels.sampling_batch import SlotParameters
 
 
 class DraftStage:
-    """A rank's drafter. count: the most drafts behind a sequence; attention: of the drafter's layers, over the target's cache."""
-
     def __init__(
         self, drafter: Assistant, count: int, attention: AttentionBackend, inputs: StepBuffers, sampling: SampleStage
     ) -> None:
@@ -39,8 +37,8 @@ class DraftStage:
         self._greedy = SlotParameters._make([*map(torch.zeros_like, parameters[:2]), parameters.stop])
 
     def accept(self, batch: ForwardBatch, chosen: Tensor, hidden: Tensor, *, adjusted: bool) -> Tensor:
-        """Returns how many of each sequence's sampled tokens stand, int32 [sequences, padded]; lengths advance by the drafts among
-        them, and `draft` goes on from there. chosen: int32 [rows, 2], as sampled; hidden: the batch's final rows."""
+        """Accepted tokens of each sequence, int32 [sequences, padded]; lengths advance, and `draft`
+        continues there. chosen: int32 [rows, 2]; hidden: final rows."""
         width, slots = batch.width, self._slots
         rows = self._first_rows(self._inputs.shapes.sequences_of(len(chosen) // width))
         verified = Verified(chosen, batch.ids, batch.slots, batch.positions, hidden, width)
@@ -52,7 +50,8 @@ class DraftStage:
         return accepted
 
     def draft(self, sequences: int, count: int) -> None:
-        """Draft `count` tokens behind the last accepted one of each of the step's sequences, padded to so many. Capturable."""
+        """Draft `count` tokens after each sequence's last accepted one, padded to `sequences`.
+        Capturable."""
         rows, drafter = self._first_rows(sequences), self._drafter
         peers, inbox = inboxes_of(self._inboxes, sequences)
         batch = self._inputs.drafting(rows.slots, rows.positions[0], rows.positions[1])
@@ -67,7 +66,7 @@ class DraftStage:
                 hidden = drafter.post.product(final)
 
     def last_drafts(self, sequences: int, count: int) -> Tensor:
-        """Returns the drafts made last behind the step's sequences, int32 [sequences, count]."""
+        """The last drafts, int32 [sequences, count]."""
         slots = self._rows.slots[:sequences, None].long()
         positions = self._rows.positions[1 : 1 + count, :sequences].T.long()
         return self._slots.tokens[slots, positions + 1]

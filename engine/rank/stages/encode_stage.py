@@ -1,16 +1,10 @@
-"""Pictures, video and audio become soft tokens: rows in the place of embeddings, before the forward that reads them.
+"""Encodes media into soft tokens, which replace embeddings in the forward.
 
-    data of a plan's items --encoders--> rows, of all in one batch --> held by slot until a chunk has passed the item's end
-                                  cache: rows by digest               each rank encodes a share of them, and gets all rows
-
-    encoders' stream   | layer | layer | ... | layer |           a piece is launched between steps, once the one before it has ended
+    encoders' stream   | layer | layer | ... | layer |           a piece is launched between steps, once the previous one has ended
     the steps' stream  step   step   step   step     | gather | step with the rows
 
-Rows are gathered over ranks, kept and read on the steps' stream alone, in the order of plans, and wait for the encoders by an
-event. The core plans such a step once the encoders have ended, or where no other sequence would be held up.
-
-Outputs belong to a slot until its next admission: a preempted sequence has its items encoded again, or finds them in the cache.
-Those that the cache has moved to the host are copied from there as chunks reach them.
+Each rank encodes a share of a plan's items and gets all rows. A slot's outputs live until its next
+admission; a preempted sequence encodes again, or hits the cache.
 """
 
 from collections import Counter, defaultdict
@@ -39,8 +33,7 @@ _COUNTED_AS: dict[MediaKind, str] = {"image": "images", "video": "frames", "audi
 
 @dataclass
 class EncodedItem:
-    """positions int64 [n] of an item's soft tokens, ascending, on the host; output: the rows in their place, once they are
-    gathered."""
+    """positions int64 [n] of an item's soft tokens, ascending, on the host; output: once gathered."""
 
     item: MediaItem
     positions: np.ndarray
@@ -49,19 +42,18 @@ class EncodedItem:
 
 @dataclass(frozen=True)
 class EncodeShare:
-    """What a rank encodes of a plan's `items` of a kind. inputs: those of this rank, on the host, once they are read; counts: rows
-    by rank, one number if every rank makes all; parts: what it has made so far."""
+    """What a rank encodes of a plan's items."""
 
     encoder: MediaEncoder
     items: Sequence[MediaItem]
-    inputs: Sequence[Tensor]
-    counts: Sequence[int]
+    inputs: Sequence[Tensor]  # of this rank, on the host
+    counts: Sequence[int]  # rows by rank; one number if every rank makes all
     parts: list[Tensor] = field(default_factory=list)
 
 
 class EncodeStage:
-    """A rank's encoders of media, by kind, and their outputs, ENCODER_CACHE_BYTES of which are kept by digest on the device. host:
-    bytes of those that are kept behind them on the host."""
+    """A rank's encoders by kind of media. ENCODER_CACHE_BYTES of outputs stay on the device, `host`
+    bytes on the host."""
 
     def __init__(self, encoders: Mapping[MediaKind, MediaEncoder], device: torch.device, parallel: Parallel, host: int) -> None:
         self._encoders, self._device, self._parallel = encoders, device, parallel
@@ -80,14 +72,13 @@ class EncodeStage:
         self._end: DeviceEvent | None = None  # of the last piece that was launched
 
     def warm(self, *, graphs: bool) -> None:
-        """Call `MediaEncoder.warm` of each encoder, on the encoders' stream."""
         with torch.cuda.stream(self._stream):  # of none: where it is
             for encoder in set(self._encoders.values()):
                 encoder.warm(graphs=graphs)
 
     @property
     def figures(self) -> EncoderFigures:
-        """What the encoders have done since boot; the time is that of work that the device has ended."""
+        """Since boot; the time is of work that the device has ended."""
         cache = self._cache
         return EncoderFigures(
             self._stopwatch.us,
@@ -100,18 +91,17 @@ class EncodeStage:
 
     @property
     def ended(self) -> int:
-        """How many plans' encodes have ended on this rank since boot."""
+        """Plans whose encodes have ended since boot."""
         running = self._pieces is not None or (self._end is not None and not self._end.query())
         return self._plans - running
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Drop the items of the slots' last sequences."""
         for admission in admissions:
             self._slot_items.pop(admission.slot, None)
 
     def encode(self, slots: Sequence[int], media: MediaReader) -> None:
-        """Begin the encodes of a plan, whose items `media` has next. slots: of each item. `advance` reads their data, and launches
-        encoders for those that are not in the cache."""
+        """Begin the encodes of a plan, whose items are next in `media`; `advance` continues. slots:
+        of each item."""
         self._gather()
         self._media, items = media, media.items()
         asked = {_key(item): item for item in items}
@@ -137,8 +127,8 @@ class EncodeStage:
 
     @torch.inference_mode()
     def advance(self) -> bool:
-        """Read a record of data; once all are read, launch the next piece of what was begun if the device has ended the last one.
-        Returns whether it did."""
+        """Read a record of data or, after the last, launch the next piece if the device has ended
+        the previous one."""
         if self._media and self._media.left:
             return self._media.advance()
         if self._pieces is None or (self._end is not None and not self._end.query()):
@@ -158,8 +148,8 @@ class EncodeStage:
                 share.parts.append((yield from share.encoder.pieces([uploaded(one, self._device) for one in batch])))
 
     def _gather(self) -> None:
-        """Finish the encodes begun last: launch what is left of them, gather their rows over ranks on the steps' stream, keep them
-        in the cache. Waits on the host for data that are not read yet, not for the device."""
+        """Launch what is left of the last encodes, gather rows on the steps' stream, cache them.
+        Waits for unread data, not for the device."""
         if self._media:
             self._media.finish()
         while self._pieces is not None:
@@ -176,7 +166,7 @@ class EncodeStage:
         self._items, self._outputs, self._shares = [], {}, []
 
     def soft_tokens(self, chunks: Sequence[Chunk]) -> SoftTokens | None:
-        """Returns the soft tokens of a step's chunks, None if they have none. Items that end in a chunk are dropped."""
+        """The soft tokens of a step's chunks, or None. Items that end in a chunk are dropped."""
         reached = [(chunk, item) for chunk in chunks for item in self._slot_items[chunk.slot] if item.positions[0] < chunk.end]
         if any(encoded.output is None for _, encoded in reached):
             self._gather()
@@ -193,7 +183,6 @@ class EncodeStage:
         return SoftTokens(uploaded(torch.from_numpy(np.concatenate(places)), self._device), torch.cat(rows))
 
     def _share_out(self, encoder: MediaEncoder, items: Sequence[MediaItem], data: Mapping[Key, Tensor]) -> EncodeShare:
-        """Share out several inputs over the ranks, in runs of about equally many rows; a single one is encoded by all."""
         inputs = [one for item in items for one in encoder.inputs(data[_key(item)])]
         rows = [encoder.rows(one) for one in inputs]
         ranks = min(self._parallel.size, len(inputs))
@@ -204,7 +193,6 @@ class EncodeStage:
         return EncodeShare(encoder, items, own_inputs, counts)
 
     def _gathered_rows(self, share: EncodeShare) -> Tensor:
-        """Gather the rows [rows, hidden] of all the share's items, in order."""
         encoder, counts, width = share.encoder, share.counts, share.encoder.out.shape[0]
         for part in share.parts if self._stream is not None else ():
             part.record_stream(torch.cuda.current_stream(self._device))  # made by encoders, and read here
@@ -218,7 +206,7 @@ class EncodeStage:
 
 
 def batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut inputs into batches of at most ENCODER_ROWS rows, or of a single input."""
+    """Batches of at most ENCODER_ROWS rows, or of a single input."""
     batch: list[Tensor] = []
     rows = 0
     for one in inputs:
@@ -232,11 +220,11 @@ def batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Te
 
 
 def reaches_encodes(plan: PlanView) -> bool:
-    """Returns whether a chunk of the plan has positions of an item that the same plan encodes."""
+    """Whether a chunk reads an item that its own plan encodes."""
     ends = dict(plan.chunks[:, [0, 2]].tolist())
     return any(first < ends.get(slot, 0) for slot, first in plan.encodes[:, :2].tolist())
 
 
 def _key(item: MediaItem) -> Key:
-    """Returns an item's key in the cache; equal bytes of another shape are another picture."""
+    """The shape belongs to the key: equal bytes of another shape are another picture."""
     return item.digest, item.shape

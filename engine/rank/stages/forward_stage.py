@@ -1,8 +1,5 @@
-"""The forward of a step: the plan applied to the device's tables, the step's batch, the model.
-
-Plans are padded to `engine.step_shapes`; the host decides nothing of them, so that a graph can hold them. A plan with many prompt
-tokens, or that reports logprobs of them (`ForwardStage.eager`), runs as it is.
-"""
+"""The forward of a step: apply the plan, make the batch, run the model, padded or (`eager`)
+unpadded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,29 +22,22 @@ from engine.step_shapes import StepSizes
 
 @dataclass
 class Forwarded:
-    """A step whose forward was launched, for `Runner.sample`.
-
-    data     the plan's bytes;   start  the step's start event
-    media    has the items whose encode is still to begin; None: it has begun, or the plan has none
-    hidden   final hidden rows [rows, hidden] of the rows that sample, padded as the forward was
-    batch    slots and positions of those rows; None: the step has no rows;   captured  the sizes of its graph, if it was one
-    scored   rows that give logprobs of prompt tokens;   prompts  those, int32 [n, 2 + 2 alternatives]
-    """
+    """A launched forward, for `Runner.sample`."""
 
     plan: PlanView
     data: bytes
     start: DeviceEvent
-    media: MediaReader | None
-    hidden: Tensor
-    batch: ForwardBatch | None = None
-    captured: StepSizes | None = None
-    scored: Sequence[ScoredRows] = ()
-    prompts: Tensor | None = None
+    media: MediaReader | None  # items whose encode is still to begin, or None
+    hidden: Tensor  # final hidden rows [rows, hidden] of the rows that sample, padded as the forward
+    batch: ForwardBatch | None = None  # slots and positions of those rows, or None
+    captured: StepSizes | None = None  # the sizes of its graph, or None
+    scored: Sequence[ScoredRows] = ()  # rows with prompt logprobs
+    prompts: Tensor | None = None  # those, int32 [n, 2 + 2 alternatives]
 
 
 @dataclass
 class ForwardStage:
-    """Runs the model over a step's rows. inboxes: the group's; None: sums over ranks are collectives."""
+    """Without inboxes sums over ranks are collectives."""
 
     model: Model
     attention: AttentionBackend
@@ -56,14 +46,14 @@ class ForwardStage:
     pages: PageCheck | None
 
     def padded(self, sizes: StepSizes, *, adapted: bool = False) -> tuple[ForwardBatch, Tensor]:
-        """Returns inputs and final hidden rows of the uploaded plan's result rows, padded to `sizes`. adapted: some rows have
-        adapters. Capturable."""
+        """Inputs and final hidden rows of the uploaded plan's result rows, padded to `sizes`.
+        Capturable."""
         batch, ends = self._inputs_of(sizes, adapted=adapted)
         return ends, self.run(self.inputs.with_media(batch))
 
     def padded_into(self, sizes: StepSizes, state: tuple[ForwardBatch, Tensor]) -> tuple[ForwardBatch, Tensor]:
-        """Run the forward of rows with adapters; its result takes the place of that of `padded` without, `state`, which stages
-        after it were captured with. Capturable."""
+        """The forward with adapters, written into `state`, the result without, with which later
+        stages were captured. Capturable."""
         _, hidden = self.padded(sizes, adapted=True)
         state[1].copy_(hidden)
         return state
@@ -77,14 +67,13 @@ class ForwardStage:
         narrowed: bool = True,
         adapted: bool = False,
     ) -> tuple[ForwardBatch, ForwardBatch, Tensor]:
-        """Run the forward of the uploaded plan, which has chunks, unpadded. Returns all its rows, those that give results, and
-        final hidden rows: of those, or of all rows where they are not `narrowed`."""
+        """Run the uploaded plan unpadded. Returns all its rows, the result rows, and final hidden
+        rows: of those, or of all unless `narrowed`."""
         batch, ends = self._inputs_of(sizes, adapted=adapted)
         batch = replace(batch, chunks=chunks, soft=soft)
         return batch, ends, self.run(batch if narrowed else replace(batch, logit_rows=None))
 
     def _inputs_of(self, sizes: StepSizes, *, adapted: bool) -> tuple[ForwardBatch, ForwardBatch]:
-        """Apply the uploaded plan; returns its rows, and those that give results."""
         self.inputs.apply()
         batch, ends = self.inputs.batch(sizes)
         if self.pages is not None:
@@ -94,7 +83,7 @@ class ForwardStage:
         return batch, ends
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Returns the final hidden rows of `batch.logit_rows`, in a buffer that the next forward may write."""
+        """Final hidden rows of `batch.logit_rows`, in a buffer that the next forward may overwrite."""
         peers: Peers = inboxes_of(self.inboxes, batch.rows)[0]
         if peers is None and self.inboxes is not None and (sequence := self.inboxes.sequence) is not None:
             least = sequence.rows.start * (sequence.size if batch.chunks else 1)  # not captured: with fewer the host is the bound

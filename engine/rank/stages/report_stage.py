@@ -1,4 +1,4 @@
-"""The report of a step: an asynchronous copy of what it sampled, the bytes of its result, the state hash."""
+"""Reports a step: an asynchronous copy of its outputs, its result's bytes, the state hash."""
 
 import zlib
 from collections import defaultdict
@@ -25,21 +25,15 @@ from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 
 @dataclass(frozen=True)
 class Launched:
-    """A launched step: call `result`, then `fold`, each once and in plan order.
-
-    hashed  the bytes of its plan and of its masks
-    rows    those that sample;   scored  those that give logprobs of prompt tokens
-    copies  its outputs on the host, by name, once its end has come: that of the copies, or where there are none of its work
-    before  the end of the step before it, None where it says nothing of idleness;   start, end  its own (`step_clock`)
-    """
+    """A launched step: call `result`, then `fold`, each once and in plan order."""
 
     step: int
-    hashed: tuple[bytes, bytes]
-    rows: ResultRows
-    scored: Sequence[ScoredRows]
-    copies: dict[str, Tensor]
-    before: DeviceEvent | None
-    start: DeviceEvent
+    hashed: tuple[bytes, bytes]  # the bytes of its plan and its masks
+    rows: ResultRows  # that sample
+    scored: Sequence[ScoredRows]  # that give prompt logprobs
+    copies: dict[str, Tensor]  # outputs on the host, by name, valid once `end` has come
+    before: DeviceEvent | None  # the end of the previous step; None: it tells nothing of idle time
+    start: DeviceEvent  # by `step_clock`
     end: DeviceEvent
     stage: "ReportStage"
 
@@ -50,12 +44,11 @@ class Launched:
 
     @property
     def busy_us(self) -> int:
-        """Microseconds from the step's start to its end, which has come."""
         return elapsed_us(self.start, self.end)
 
     @property
     def idle_us(self) -> int:
-        """Microseconds that the device stood idle before the step; 0 where that is not known."""
+        """Microseconds for which the device was idle before the step; 0 if unknown."""
         return 0 if self.before is None else elapsed_us(self.before, self.start)
 
     def outputs(self) -> dict[str, np.ndarray]:
@@ -64,8 +57,8 @@ class Launched:
         return {name: tensor.numpy() for name, tensor in self.copies.items()}
 
     def result(self) -> bytes:
-        """Wait for the step; the bytes of its StepResult. RuntimeError: another rank's part of an all-reduce did not come.
-        PageViolation: a page table was wrong (`debug_pages`)."""
+        """Wait for the step; its StepResult's bytes. RuntimeError: a peer's part of an all-reduce
+        did not come. PageViolation (`debug_pages`)."""
         host, pages, ended = self.outputs(), self.stage.pages, self.stage.encodes.ended
         if pages is not None:
             pages.verify(self.step, host["violations"])
@@ -86,9 +79,9 @@ class Launched:
         return encode_rows(self.step, table, self._logprobs(rows, host, table[:, 2]), prompts, ended)
 
     def fold(self) -> None:
-        """Fold this step into the rank's state hash: a checksum of the finished steps, of each (plan | its masks | tokens and flags
-        | with debug_hash the bits of its last hidden rows), chained. Ranks that ran the same plans and sampled the same tokens
-        agree on it, and so does a replay."""
+        """Add this step to the state hash: a chained checksum of (plan | masks | tokens and flags |
+        with debug_hash the last hidden rows). Ranks with the same plans and tokens agree, and so
+        does a replay."""
         host, value = self.outputs(), self.stage.state_hash
         for given in self.hashed:
             value = checksum(given, value)
@@ -98,13 +91,12 @@ class Launched:
         self.stage.state_hash = value
 
     def finish(self) -> bytes:
-        """Call `result`, then `fold`."""
         result = self.result()
         self.fold()
         return result
 
     def _logprobs(self, rows: ResultRows, host: dict[str, np.ndarray], counts: np.ndarray) -> dict[int, list[Logprobs]]:
-        """Logprobs of the sampled tokens by result row; counts: each row's tokens."""
+        """Logprobs by result row; counts: each row's tokens."""
         if not rows.reported:
             return {}
         reported = defaultdict[int, list[Logprobs]](list)
@@ -117,8 +109,7 @@ class Launched:
 
 
 class ReportStage:
-    """Starts the copies of steps' outputs, and has the rank's state hash. rows: the most that a step samples; encodes: counts plans
-    whose encodes have ended."""
+    """Starts the copies of outputs, and owns the state hash."""
 
     def __init__(
         self, rows: int, device: torch.device, pages: PageCheck | None, encodes: EncodeStage, *, debug_hash: bool
@@ -129,7 +120,6 @@ class ReportStage:
         self.last_end: DeviceEvent | None = None  # of the step started last
 
     def start(self, step: Forwarded, rows: ResultRows, sampled: StepTokens, masks: bytes) -> Launched:
-        """Start the copy of a step's outputs. rows: those that sample;   sampled  what they gave;   masks  theirs, if any."""
         pinned = {"chosen": next(self._host)[: len(rows.slots)]}  # the others get new memory
         outputs = self._outputs(step, rows, sampled)
         copies = {name: downloaded(output, pinned.get(name)) for name, output in outputs.items()}
@@ -139,7 +129,7 @@ class ReportStage:
         return Launched(step.plan.step, (step.data, masks), rows, step.scored, copies, before, step.start, end, self)
 
     def _outputs(self, step: Forwarded, rows: ResultRows, sampled: StepTokens) -> dict[str, Tensor]:
-        """Returns the device tensors to copy to the host, by name."""
+        """The device tensors to copy, by name."""
         count = len(rows.slots)
         outputs: dict[str, Tensor | None] = {
             "violations": None if self.pages is None else self.pages.violations,

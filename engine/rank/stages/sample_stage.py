@@ -1,4 +1,4 @@
-"""The sampling of a step: final hidden rows to tokens, which go into the slots' token table, and to logprobs."""
+"""Samples a step: final hidden rows to tokens, in the slots' token table, and to logprobs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,22 +23,15 @@ LARGEST_SAMPLERS = SAMPLERS[1::2]  # which launch whatever the others do
 
 @dataclass(frozen=True)
 class StepTokens:
-    """What a step's rows sampled.
+    """What a step's rows sampled."""
 
-    chosen    int32 [>= R, 2]: each row's token, 0 where there is none, and its flags (`kernels.choose`)
-    logprobs  int32 [n, 2 + 2 alternatives], of the rows that report them
-    accepted  int32 [>= sequences]: of rows of several tokens, how many of each sequence's stand
-    drafts    int32 [sequences, n]: made behind those, if the core has to know them
-    """
-
-    chosen: Tensor
-    logprobs: Tensor | None = None
-    accepted: Tensor | None = None
-    drafts: Tensor | None = None
+    chosen: Tensor  # int32 [>= R, 2]: token (0: not sampled) and flags (`kernels.choose`)
+    logprobs: Tensor | None = None  # int32 [n, 2 + 2 alternatives], of the rows that report them
+    accepted: Tensor | None = None  # int32 [>= sequences]: tokens accepted of each sequence, for rows of several
+    drafts: Tensor | None = None  # int32 [sequences, n], if the core needs them
 
 
 def captured_sampler(rows: ResultRows) -> str | None:
-    """Returns the one of SAMPLERS that does what the rows ask for; None: none does."""
     if rows.filtered or rows.reported:
         return None
     name = "small_top_k" if rows.small_top_k else "argmax"
@@ -47,16 +40,13 @@ def captured_sampler(rows: ResultRows) -> str | None:
 
 @dataclass
 class SampleStage:
-    """Samples from this rank's slice of the logits. inboxes: the group's, if it has any."""
-
     model: Model
     sampler: Sampler
     slots: SlotState
     inboxes: Inboxes | None
 
     def sample(self, plan: Tensor, batch: ForwardBatch, hidden: Tensor, asked: ResultRows) -> StepTokens:
-        """Sample the batch's rows from their final hidden rows, as the host knows that they ask for. plan: the step's, which
-        adjusted rows read."""
+        """plan: the step's, which adjusted rows read."""
         rows = self.sampler.batch(batch.slots, batch.positions, self.slots.parameters, self.slots.tokens)
         if asked.adjusted:
             tables = self.slots.adjustments.tables
@@ -65,9 +55,8 @@ class SampleStage:
         return StepTokens(*self.sampler.sample(self.model.head.logits(hidden), rows, inbox, asked))
 
     def prompt_logprobs(self, scored: Sequence[ScoredRows], batch: ForwardBatch, hidden: Tensor) -> Tensor:
-        """Returns the logprobs of the tokens after the scored rows of a batch, as `Sampler.token_logprobs` gives them, with as many
-        alternatives as any asks for. hidden: final rows of the whole batch. Rows go through the head in pieces of `PIECE_LOGITS`:
-        64 of 262 144 ids on one rank, 256 on four."""
+        """As `Sampler.token_logprobs`. hidden: final rows of the whole batch, in pieces of
+        `PIECE_LOGITS` (64 rows on one rank, 256 on four)."""
         tokens = self.slots.tokens
         rows = np.concatenate([part.chunk.offset + np.arange(part.count) for part in scored])
         index = uploaded(torch.from_numpy(rows), tokens.device)

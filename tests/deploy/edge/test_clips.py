@@ -113,7 +113,7 @@ def test_what_is_longer_than_30_s_becomes_several_clips(edge: Edge) -> None:
 @pytest.mark.parametrize(
     ("file", "why"),
     [
-        (b"MThd" + bytes(64), "audio 1: it is none of WAV, MP3"),
+        (b"MThd" + bytes(64), "audio 1: it is not WAV, MP3"),
         (b"ID3\x04" + bytes(64), "audio 1: it cannot be decoded: Invalid data found"),
         (wav(np.zeros(2 * 3600 * 600, np.float32), 8, rate=1000), "it has 4320 s of audio; at most 900 are read"),
         (wav(tone(RATE, 440)[:160]), "it has 160 samples"),

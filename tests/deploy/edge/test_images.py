@@ -211,7 +211,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
     ("one too many", [{"type": "image_url", "image_url": {"url": data_url(BLUE[:99]) + "A"}}], "its base64 is damaged"),
     ("odd character", [{"type": "image_url", "image_url": {"url": data_url(BLUE).replace(",", ",!")}}], "its base64 is damaged"),
     ("truncated", [image_url(saved(Image.new("RGB", (99, 99)), "JPEG")[:500])], "image 1: it cannot be decoded"),
-    ("second", [image_url(BLUE), image_url(b"<svg/>")], "image 2: it is none of"),
+    ("second", [image_url(BLUE), image_url(b"<svg/>")], "image 2: it is not one of"),
     ("too many", [image_url(BLUE)] * 33, "at most 32"),
     ("ten thousand", [image_url(BLUE[:20])] * 10_000, "length <= 1024"),
 ]

@@ -71,7 +71,7 @@ BAD = {
     f"{HASH} a concurrent={10**13}": "concurrent: no count",
     f"{HASH} a expires={SECRET}": "expires: neither",
     f"{HASH} a requests=1 requests=2": "twice",
-    f"{HASH} a {SECRET}": "is none of rights",
+    f"{HASH} a {SECRET}": "is not one of rights",
     f"{HASH} a\n{HASH} b": "the same key",
     f"{HASH} a requests=1\n{OTHER} a requests=2": "other rights, models or limits",
     f"{HASH} a rights=models\n{OTHER} a": "other rights, models or limits",

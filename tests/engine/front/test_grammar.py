@@ -164,7 +164,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"type": "string", "pattern": "[z-a]"}, "'pattern'"),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "'oneOf'"),
     ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "'allOf'"),
-    ({"type": "integer", "anyOf": [{"type": "number"}, {"type": "integer"}]}, "'anyOf' with types other than the 'type' beside it"),
+    ({"type": "integer", "anyOf": [{"type": "number"}, {"type": "integer"}]}, "'anyOf' with types other than its own 'type'"),
     ({"type": "string", "$ref": "#/properties/b"}, "'$ref' with types"),
     ({"type": "array", "prefixItems": [{}, {}], "maxItems": 1}, "lengths"),
     ({"type": "object", "additionalProperties": {"not": {}}}, "'not'"),
