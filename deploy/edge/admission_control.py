@@ -8,8 +8,8 @@ nothing: requests that each held a part would shut each other out. A choice is c
 engine until its last token is made: a client that reads slowly holds none once the engine has done its part. What waits for its
 prefill waits in the core's queue, in order, and is bounded by tokens as well: one long prompt may always wait alone.
 
-Clients share alike. Alone a client may have everything. Of several each has its turn: a client's next choice waits behind its own,
-and beside the first of the others'. Where all is taken, the last that waits of the client with most gives way to one with fewer.
+Clients share alike. Alone a client may have everything. Of several each has its turn: a client's next choice comes after its own,
+and level with the first of the others'. Where all is taken, the last that waits of the client with most gives way to one with fewer.
 
 A client has one share of all replicas: what other replicas began for it counts as if it had begun here. So its next choice waits
 longer, for AHEAD_MOST choices of others at most.

@@ -13,7 +13,7 @@ from engine.protocol import FrozenStruct, MediaKind
 
 
 class Defaults(FrozenStruct):
-    """Default sampling: the checkpoint's generation_config.json."""
+    """Sampling where a request says nothing: the checkpoint's generation_config.json."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -21,7 +21,7 @@ class Defaults(FrozenStruct):
 
     @classmethod
     def read(cls, folder: Path) -> "Defaults":
-        """Read a checkpoint's defaults; do_sample: false means greedy."""
+        """Read those of a checkpoint; do_sample: false means greedy."""
         config = generation_config(folder)
         if config.get("do_sample") is False:
             return cls(temperature=0.0)
@@ -29,17 +29,18 @@ class Defaults(FrozenStruct):
 
 
 def media_kinds(encoders: MediaGeometries, text: TextProcessor) -> frozenset[MediaKind]:
+    """The kinds for which a checkpoint has an encoder, and its tokenizer a token."""
     return frozenset(kind for kind in encoders if text.control_id(f"<|{kind}|>") is not None)
 
 
 def audio_row_samples(encoders: MediaGeometries) -> int:
-    """Samples in each row of the audio encoder; 0 for log-mel frames."""
+    """Samples of each row that its audio encoder takes; 0: it takes log-mel frames."""
     audio = encoders.get("audio")
     return audio.features if isinstance(audio, AudioGeometry) and audio.unified else 0
 
 
 class ServiceSettings(FrozenStruct):
-    """Settings of a served model."""
+    """`names`: of the model, of which answers have the first; `others`: names and contexts of the cluster's other models.
 
     Token ids lie in its `vocab`; `max_len`: the context. `fingerprint`: of build, weights and setup. `weight_format`: names of
     `engine.weight_formats`.
@@ -57,13 +58,13 @@ class ServiceSettings(FrozenStruct):
     limits: LimitSettings
     media: MediaSettings
     media_kinds: frozenset[MediaKind]
-    row_samples: int  # of its audio; 0 for log-mel frames
+    row_samples: int
     logs: LogSettings
     max_tokens: int | None
-    capacity: int  # choices let in (admission_control.py)
-    queue_tokens: int  # prompt tokens that may wait
-    fingerprint: str  # of build, weights and setup
-    weight_format: str  # names of `engine.weight_formats`
+    capacity: int
+    queue_tokens: int
+    fingerprint: str
+    weight_format: str
     tool_grammar: ToolGrammar
     thinking: Thinking
     adapters: Mapping[str, str] = {}
@@ -72,4 +73,5 @@ class ServiceSettings(FrozenStruct):
 
     @property
     def name(self) -> str:
+        """What answers call the model."""
         return self.names[0]

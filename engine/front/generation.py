@@ -1,7 +1,9 @@
-"""From a stream of token ids to typed parts: detokenized, parsed, cut at stop strings, with the
-finish reason.
+"""From an engine's stream of token ids to typed parts: detokenized, parsed, cut at stop strings, with the finish reason.
 
-With stop strings tokens are read one by one, so batching does not change the end. Thoughts and
+    Output(tokens) --ReplyParser, or PlainText--> parts --StopStrings, of the content--> Delta(parts, tokens, logprobs, finish)
+
+With stop strings tokens are taken one by one, so that the end of a text does not depend on how tokens were batched. A match ends
+the request in the engine too, which counts it as a success; so does the end of the first call of a `one_call` job. Thoughts and
 calls are never cut.
 """
 
@@ -31,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """One validated request."""
+    """One validated request: what goes to the engine, and how the reply is treated.
 
     prompts    int32 token ids; each has equally many choices, those of the first prompt come first
     params     one per choice
@@ -51,11 +53,11 @@ class Job:
     client: str = ""
     stops: tuple[str, ...] = ()
     skip_special_tokens: bool = True
-    markers: Markers | None = None  # of a chat, with thoughts and calls of `tools`
+    markers: Markers | None = None
     tools: Tools = NO_TOOLS
-    one_call: bool = False  # the first call ends it
-    echoes: tuple[str, ...] = ()  # the prompts' texts, if answers begin with them
-    echo_only: bool = False  # answers are nothing else
+    one_call: bool = False
+    echoes: tuple[str, ...] = ()
+    echo_only: bool = False
     media: tuple[MediaItem, ...] = ()
 
     def prompt(self, choice: int) -> "array[int]":
@@ -72,6 +74,7 @@ class Job:
 
     @property
     def media_tokens(self) -> dict[str, int]:
+        """Soft tokens in the prompt, by the kind of media, as OpenAI's usage calls them."""
         counts = Counter[str]()
         for item in self.media:
             counts[f"{item.kind}_tokens"] += item.soft_tokens
@@ -81,17 +84,17 @@ class Job:
 
 
 class PromptPart(msgspec.Struct):
-    """Prompt tokens with rank and logprobs; the very first has none."""
+    """Tokens of the prompt, with the rank and logprobs of each; the very first token has none."""
 
     tokens: Sequence[int]
     logprobs: Sequence[tuple[int, Logprobs] | None]
 
 
 class Delta(msgspec.Struct):
-    """What one output added to one choice; the last one has `finish`. `logprobs` is empty, or has
-    one entry a token.
+    """What one output added to one choice; the last one has `finish`. `logprobs` is empty, or has one entry a token.
 
-    The prompt's text and logprobs (`prompt`) come first, in deltas of their own.
+    The prompt's text (as a part) and logprobs (`prompt`) come first, in deltas of their own. `parts` are the new text by kind, in
+    order; none if there is no text yet. `stop`: the stop string or token id that ended it, if the request named it.
     """
 
     parts: Sequence[Part]
@@ -107,7 +110,7 @@ _BLOCK_KINDS: dict[type[Part], BlockKind] = {Reasoning: "reasoning", Content: "t
 
 
 class ReplyBlock(msgspec.Struct):
-    """A run of parts of one kind. `pieces`: its text, or a call's arguments."""
+    """A run of parts of one kind. `pieces`: its text, of a call its arguments; `id` and `name` are a call's."""
 
     index: int
     kind: BlockKind
@@ -122,10 +125,10 @@ class ReplyBlock(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """The sum of one choice's deltas in order, without logprobs, which may be large.
+    """The sum of one choice's deltas in the order of generation, without logprobs, which may be large.
 
-    parts     Reasoning Reasoning   Content Content Content   ToolCallStart Arguments Arguments
-    blocks    |-- reasoning ----|   |------ text ---------|   |------------ call -------------|
+        parts     Reasoning Reasoning   Content Content Content   ToolCallStart Arguments Arguments
+        blocks    |-- reasoning ----|   |------ text ---------|   |------------ call -------------|
     """
 
     blocks: list[ReplyBlock] = []
@@ -140,6 +143,7 @@ class Choice(msgspec.Struct):
         self.finish, self.stop = delta.finish, delta.stop
 
     def take(self, part: Part) -> ReplyBlock:
+        """Add a part to the block that it belongs to, which is returned."""
         blocks = self.blocks
         if isinstance(part, ToolCallStart):
             blocks.append(ReplyBlock(len(blocks), "call", part.id, part.name))
@@ -169,7 +173,7 @@ class Choice(msgspec.Struct):
 
 
 class PlainText:
-    """A reply of plain text, outside of chats."""
+    """A reply that is nothing but text: it is no chat."""
 
     reasoning_tokens = calls = ended_calls = 0
 
@@ -184,7 +188,13 @@ class PlainText:
 
 
 class Generation:
-    """One choice while it is generated, for one reader."""
+    """One choice while it is generated, for one reader.
+
+    stream     what the engine gives;   clock  its clock points
+    has_ended  the delta with `finish` has been taken, or it was aborted
+    cached     tokens of its prompt found in the prefix cache, known with its first tokens
+    accepted   of its tokens were drafts so far;   rejected  drafts were not
+    """
 
     def __init__(self, engine: EngineClient, text: TextProcessor, job: Job, choice: int) -> None:
         prompt, params = job.prompt(choice), job.params[choice]
@@ -203,9 +213,8 @@ class Generation:
             media=job.media,
         )
         self.clock = self.stream.clock
-        # Prompt tokens found in the prefix cache, known with the first tokens; drafts that are, or are not, among the tokens.
         self.cached = self.accepted = self.rejected = 0
-        self.has_ended = False  # the delta with `finish` was taken, or it was aborted
+        self.has_ended = False
         skip = job.skip_special_tokens
         self._reader: ReplyParser | PlainText = (
             PlainText(Detokenizer(text.pieces, skip_special_tokens=skip))
@@ -220,15 +229,16 @@ class Generation:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Thought tokens so far, markers included."""
+        """Tokens of its thoughts so far, markers included."""
         return self._reader.reasoning_tokens
 
     @property
     def ready(self) -> bool:
+        """Whether `take` gives something."""
         return not self.has_ended and self.stream.ready
 
     def take(self) -> Iterator[Delta]:
-        """The deltas since the last call; the last has `finish`. Raises as the engine's stream."""
+        """The deltas since the last call; the very last one has `finish`. Raises what the engine's stream raises."""
         if not self.ready:
             return
         output = self.stream.take()
@@ -247,7 +257,7 @@ class Generation:
                 return
 
     def _prompt_deltas(self, reported: Sequence[PromptLogprobs]) -> Iterator[Delta]:
-        """Text and logprobs of the prompt."""
+        """Text and logprobs of the prompt, with the outputs that have them."""
         if self._echo or self._tells_logprobs:
             first = PromptPart(self._prompt[:1], [None]) if self._tells_logprobs else None
             yield Delta(_content(self._echo), [], [], prompt=first)
@@ -276,14 +286,17 @@ class Generation:
         return Delta(joined(kept), output.tokens, output.logprobs, self._finish(output.finish), stop)
 
     def _by_token(self, output: Output) -> Iterator[list[Part]]:
-        """Without the stop id at the end, then what was held back."""
+        """Yields what each token adds, but for the stop id that ended the request, then what was held back."""
         for token in output.tokens[:-1] if _last(output) in self._stop_ids else output.tokens:
             yield self._reader.push([token])
         if output.finish is not None:
             yield self._reader.end(cut=output.finish is FinishReason.length)
 
     def _keep(self, parts: Iterable[Part], kept: list[Part]) -> str | None:
-        """Returns the stop string that matched, or None. Matches do not cross a thought or a call."""
+        """Add to `kept` what precedes a stop string in the content; the stop string that matched, or None.
+
+        No match goes across a thought or a call.
+        """
         for part in parts:
             if not isinstance(part, Content):
                 kept += (*_content(self._stops.flush()), part)
@@ -295,7 +308,7 @@ class Generation:
         return None
 
     def _finish(self, finish: FinishReason | None) -> str | None:
-        """OpenAI's finish reason. GenerationFailed for an abort that this side did not ask for."""
+        """OpenAI's finish reason. An abort that this side did not ask for is a failure: the text is not complete."""
         if finish is None:
             return None
         if finish not in (FinishReason.stop, FinishReason.length):
@@ -304,7 +317,7 @@ class Generation:
 
 
 def _split_logprobs(output: Output) -> Iterator[Output]:
-    """The output in pieces, if a slow reader has accumulated many logprobs. The last has its end."""
+    """The output, cut where it has many logprobs: those of a slow reader have piled up. Its end is the last one's."""
     count = len(output.tokens)
     step = max(1, _MOST_LOGPROBS // (1 + len(output.logprobs[0].top)))
     for first in range(0, count, step):
@@ -314,6 +327,7 @@ def _split_logprobs(output: Output) -> Iterator[Output]:
 
 
 def _last(output: Output) -> int | None:
+    """The stop token at the end of an output."""
     return output.tokens[-1] if output.finish is FinishReason.stop and output.tokens else None
 
 
@@ -323,12 +337,12 @@ def _content(text: str) -> list[Part]:
 
 @dataclass
 class DeltaReader(Generic[T]):
-    """Reads several generations; `convert` turns new (choice, delta) pairs into the result of
-    `next`.
+    """Reads several generations; `convert` turns the (choice, delta) pairs that have come into what `next` returns.
 
-    While the reader waits, pairs are converted in the client's callback, for all readers before the
-    first writes. `put` gets the result without a task switch, and returns what the reader must
-    still do.
+    While the reader waits in `next`, pairs are converted within the engine client's callback: what one message brings to many
+    readers is all converted before the first of them writes. While the reader is busy, pairs pile up and come together.
+    `put`, if given, gets it in the loop's next turn, and the reader waits on, without a switch of tasks, unless `put` returns what
+    is left for it to do.
     """
 
     generations: Sequence[Generation]
@@ -350,8 +364,7 @@ class DeltaReader(Generic[T]):
         return self._error is not None or any(generation.ready for generation in self.generations)
 
     async def next(self) -> T:
-        """What has come since the last call, or what comes next. The first error of a stream ends
-        all."""
+        """What has come since the last call; waits if nothing has. Raises what the streams raise: the first error ends them all."""
         if not self.ready:
             self._waiter = asyncio.get_running_loop().create_future()
             converted = await self._waiter
@@ -390,7 +403,7 @@ class DeltaReader(Generic[T]):
             self._arrived()
 
     def _taken(self) -> Iterator[tuple[int, Delta]]:
-        """New pairs; an error is raised after earlier pairs."""
+        """The pairs that have come; an error is raised after the pairs before it were given."""
         if self._error is not None:
             raise self._error
         has_yielded = False

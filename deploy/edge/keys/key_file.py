@@ -108,7 +108,7 @@ def _key(words: list[str]) -> ApiKey:
     expires = time_of(options.pop("expires", None))
     models = _models(options.pop("models", None))
     if options:
-        raise ConfigError(f"an option is none of rights, models, {', '.join(Quota.__struct_fields__)}, expires")
+        raise ConfigError(f"an option is not one of rights, models, {', '.join(Quota.__struct_fields__)}, expires")
     return ApiKey(bytes.fromhex(words[0]), words[1], rights, quota, expires, models)
 
 
