@@ -198,7 +198,7 @@ class Quartet:
                     await asyncio.wait_for(self._quotas.joined.wait(), JOIN_S)
 
     def _start_heartbeats(self, exporter_url: str) -> HeartbeatSender | None:
-        """Have Prometheus find the exporter at `exporter_url`."""
+        """Register the exporter with discovery."""
         if self._registry is None:
             return None
         target = target_here(self._settings.name, exporter_url)

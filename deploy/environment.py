@@ -82,7 +82,7 @@ def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, i
 
 
 def for_ray_start(*, head: bool) -> dict[str, str]:
-    """Returns what `ray start` must find on the head node, or on another one. The paths are this machine's."""
+    """For `ray start`. The paths are this machine's."""
     return RAY | SEVERAL_MACHINES | (HEAD if head else {}) | haproxy_paths() | {"PYTHONPATH": python_path(os.environ)}
 
 

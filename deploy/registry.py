@@ -53,7 +53,6 @@ class Discovery(ReplicaRegistry):
         end()
 
     def _is_over(self) -> bool:
-        """Whether no replica is left, and Serve has given up every application whose replicas there were."""
         applications = self.left_applications() | self._use.applications
         if self._use.replicas or not applications:
             return False

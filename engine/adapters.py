@@ -81,7 +81,7 @@ class AdapterConfig:
 
 
 def read_adapter(name: str, folder: Path) -> AdapterConfig:
-    """Read and check adapter_config.json. CheckpointError names the adapter and the key that we do not serve."""
+    """CheckpointError names the adapter and the key that is not supported."""
     path = folder / _CONFIG
     if path.exists() and not (path.is_file() and path.stat().st_size <= _CONFIG_BYTES):
         raise CheckpointError(f"adapters.{name}: {path} is no file of at most {_CONFIG_BYTES} bytes")

@@ -1,9 +1,4 @@
-"""Messages between the front (replica) and the core, and the sampling parameters that both and the ranks read.
-
-`GenerateRequest`, `Abort`, `Control`, and media in pieces, go front -> core; `TokenBatch` comes back, at most one a turn of the
-core's loop. They are msgspec structs, sent as length-prefixed msgpack over a unix socket pair. Prompts and replies are token ids;
-nothing is pickled.
-"""
+"""Messages between front and core, as length-prefixed msgpack, and the sampling parameters."""
 
 import enum
 import struct
@@ -29,7 +24,7 @@ Spans = tuple[tuple[int, int], ...]  # [begin, end) of each
 
 @dataclass_transform(frozen_default=True)
 class FrozenStruct(msgspec.Struct, frozen=True):
-    """What is decoded and never changed; all that derive from it are frozen, too."""
+    """Immutable, like all derived classes."""
 
 
 # Why a request ended. `stop` and `length` are successes; the others are counted apart, never hidden.
@@ -40,9 +35,10 @@ AbortReason = enum.StrEnum("AbortReason", "client_gone stop_string deadline slow
 
 
 class Grammar(FrozenStruct, omit_defaults=True):
-    """The grammar of a reply: `text` as `engine.matcher` reads it, checked at the edge.
+    """`text`: in `engine.matcher`'s form, checked at the edge.
 
-    `trigger`: tokens are free until this id, and again once what follows it is complete; None: the grammar covers the whole reply.
+    `trigger`: tokens are free until this id, and after what follows it is complete; None: the
+    grammar covers the reply.
     """
 
     text: str
@@ -50,11 +46,8 @@ class Grammar(FrozenStruct, omit_defaults=True):
 
 
 class ThoughtBudget(FrozenStruct):
-    """The thinking budget: the most tokens of all thoughts of a reply; after the last of them only `end` may come.
-
-    Counted are the tokens after `begin` and its `label` tokens, up to `end` or (with tools) `begin_call`. `open_label`: tokens of
-    the label still to come, if the prompt leaves a thought open; None: it does not.
-    """
+    """The most tokens of all thoughts of a reply, counted after `begin` and `label` tokens, up to
+    `end` or `begin_call`."""
 
     tokens: int
     begin: int
@@ -65,14 +58,7 @@ class ThoughtBudget(FrozenStruct):
 
 
 class SamplingParams(FrozenStruct, kw_only=True, omit_defaults=True):
-    """How one request samples; validated once at the edge, the seed resolved there.
-
-    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. `logprobs` is the number of alternatives reported a token (0:
-    the chosen one alone; None: nothing). `stop_ids` end the request; they are masked until `min_tokens` tokens are out. The
-    edge puts the end ids among them unless the client ignores those. Stop strings are text and stay in `front/text`.
-    `prompt_logprobs`: the same of the prompt's tokens, from the second on. `adjustments` None: there are none. `grammar` and
-    `thought` stay in the core, which makes masks of them, and so does `drafts`: whether its rows may have any.
-    """
+    """How one request samples; validated at the edge, with the seed resolved."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -91,12 +77,7 @@ class SamplingParams(FrozenStruct, kw_only=True, omit_defaults=True):
 
 
 class MediaItem(FrozenStruct):
-    """An image, a video or a clip in a prompt: its tokens are those at [first, first + length).
-
-    `digest`: sha256 of what the encoder gets. `spans`: each [begin, end) of positions that see each other both ways; a video's
-    frames are spans of one item, a clip has none. `data`: what the encoder gets, of `shape`: of an image uint8 [height, width, 3],
-    of a video uint8 [frames, height, width, 3], both resized to multiples of 48; of a clip float32 [frames, features].
-    """
+    """A medium in a prompt, at tokens [first, first + length)."""
 
     first: int
     length: int
@@ -108,17 +89,16 @@ class MediaItem(FrozenStruct):
 
     @property
     def end(self) -> int:
-        """The position after its last token."""
         return self.first + self.length
 
     @property
     def runs(self) -> Spans:
-        """Positions [begin, end) that the encoder's rows take, in order: of its spans, or all; between a video's frames is text."""
+        """Positions [begin, end) of the encoder's rows, in order; a video has text between its
+        frames."""
         return self.spans or ((self.first, self.end),)
 
     @property
     def soft_tokens(self) -> int:
-        """Rows that the encoder gives, one a position of `runs`."""
         return sum(end - begin for begin, end in self.runs)
 
 
@@ -144,12 +124,12 @@ class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
 
     @property
     def tokens(self) -> "array[int]":
-        """The prompt's token ids; raises ValueError when its bytes are not whole int32 numbers."""
+        """ValueError: the prompt's bytes are not whole int32 numbers."""
         return array("i", self.prompt)
 
 
 class MediaPiece(FrozenStruct, tag="media_piece"):
-    """Front -> core: more data of the media that are sent as `id`, item by item. `is_last`: of its item."""
+    """Front -> core: more data of the media sent as `id`, item by item. `is_last`: of its item."""
 
     id: int
     data: bytes
@@ -157,20 +137,21 @@ class MediaPiece(FrozenStruct, tag="media_piece"):
 
 
 class MediaEnd(FrozenStruct, tag="media_end"):
-    """Front -> core: no further request has the media that were sent as `id`."""
+    """Front -> core: no further request has the media sent as `id`."""
 
     id: int
 
 
 class Abort(FrozenStruct, tag="abort"):
-    """Front -> core: end request `id`. Idempotent; an unknown id is no error (it may just have ended)."""
+    """Front -> core: end request `id`. Idempotent; unknown ids are ignored."""
 
     id: int
     reason: AbortReason
 
 
 class Control(FrozenStruct, tag="control"):
-    """Front -> core: `stop` ends the core after the plan in flight; `report` asks for an empty TokenBatch with the load figures."""
+    """Front -> core: `stop` after the plan in flight; `report` asks for an empty TokenBatch with
+    load figures."""
 
     action: Literal["stop", "report"]
 
@@ -184,17 +165,18 @@ class AdapterChange(FrozenStruct, tag="adapter"):
 
 
 class Logprobs(FrozenStruct, array_like=True):
-    """The logprob of a token, and the `logprobs` most likely (id, logprob), best first; natural log, fp32."""
+    """A token's logprob, and the most likely (id, logprob), best first; natural log, fp32."""
 
     chosen: float
     top: list[tuple[int, float]]
 
 
 class PromptLogprobs(FrozenStruct, array_like=True):
-    """Logprobs of the prompt's tokens at positions first, first + 1, ...: natural log, fp32, of the capped logits.
+    """Logprobs of prompt tokens at positions first, first + 1, ...: natural log, fp32, of capped
+    logits.
 
-    words: little-endian, 2 + 2 * `alternatives` of four bytes a token: its logprob fp32; its rank int32, 1 for the likeliest; the
-    most likely ids int32, best first; their logprobs fp32.
+    words: little-endian, four bytes each, a token: logprob; rank, 1 for the likeliest; the most
+    likely ids, best first; their logprobs.
     """
 
     first: int
@@ -212,19 +194,18 @@ class PromptLogprobs(FrozenStruct, array_like=True):
         return [(rank, Logprobs(chosen, list(zip(top[:count], top[count:], strict=True)))) for chosen, rank, *top in rows]
 
     def after(self, position: int) -> "PromptLogprobs":
-        """The same without tokens up to `position`."""
+        """The part after `position`."""
         skipped = max(0, position + 1 - self.first)
         return PromptLogprobs(self.first + skipped, self.alternatives, self.words[skipped * token_bytes(self.alternatives) :])
 
     def cut(self, tokens: int) -> "list[PromptLogprobs]":
-        """The same in pieces of at most so many tokens."""
+        """Pieces of at most `tokens` tokens."""
         size = tokens * token_bytes(self.alternatives)
         pieces = [self.words[start : start + size] for start in range(0, len(self.words), size)]
         return [PromptLogprobs(self.first + tokens * index, self.alternatives, words) for index, words in enumerate(pieces)]
 
 
 def token_bytes(alternatives: int) -> int:
-    """Bytes that PromptLogprobs has of one token."""
     return 4 * (2 + 2 * alternatives)
 
 
@@ -254,7 +235,7 @@ class Output(FrozenStruct, omit_defaults=True, gc=False):
 
 
 class PoolLoad(FrozenStruct):
-    """Pages of one KV group: `total` without the null page, `used` by running sequences, `cached` by the prefix cache alone."""
+    """Pages of one KV group."""
 
     group: str
     total: int
@@ -263,31 +244,25 @@ class PoolLoad(FrozenStruct):
 
     @property
     def usage(self) -> float:
-        """Share in use; 0 of a pool without pages."""
+        """Share in use; 0 without pages."""
         return self.used / self.total if self.total else 0.0
 
 
 class DraftPosition(FrozenStruct):
-    """How many of the first drafts (or second ones, ...) were verified, and accepted with all before them."""
-
     position: int
     verified: int
     accepted: int
 
 
 class DraftSwitches(FrozenStruct):
-    """How often the number of drafts was changed for that reason."""
+    """Changes of the draft length for one reason."""
 
     cause: str
     count: int
 
 
 class Counters(msgspec.Struct):
-    """The core's counts of requests and tokens since boot.
-
-    `queried_tokens` of first-time prompts were looked up in the prefix cache, and `hit_tokens` found. `encoder_wait_s`: how long
-    sequences have waited for encoders, all of them together.
-    """
+    """The core's counts since boot."""
 
     received: int = 0
     finished: int = 0
@@ -303,12 +278,8 @@ class Counters(msgspec.Struct):
 
 
 class Load(Counters, kw_only=True):
-    """The core's figures, for admission and metrics; `step` is the last whose result has come.
-
-    `evicted_pages` of the prefix cache, since boot. `drafts`: of the last step behind each sequence; none of the others without a
-    drafter. `encoder_waiting`: sequences that waited for encoders in the last plan.
-    They come with each step's outputs, when a plan admits a sequence, and when asked for.
-    """
+    """The core's figures, sent with outputs, admissions, and on request; `step` is the last with a
+    result."""
 
     step: int
     waiting: int
@@ -323,17 +294,14 @@ class Load(Counters, kw_only=True):
 
     @property
     def draft_rows(self) -> int:
-        """Rows that verified drafts."""
         return self.draft_positions[0].verified if self.draft_positions else 0
 
     @property
     def draft_tokens(self) -> int:
-        """Drafts that were verified."""
         return sum(position.verified for position in self.draft_positions)
 
     @property
     def accepted_tokens(self) -> int:
-        """Drafts that were accepted."""
         return sum(position.accepted for position in self.draft_positions)
 
     @property
@@ -370,25 +338,26 @@ decode_token_batch = msgspec.msgpack.Decoder(TokenBatch).decode
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
-    """Token ids as they cross sockets and rings: int32, little-endian. Raises OverflowError or TypeError when one is no int32."""
+    """Token ids as int32, little-endian. OverflowError or TypeError: not an int32."""
     return array("i", tokens).tobytes()
 
 
 def frame(message: bytes) -> bytes:
-    """`message` behind its little-endian u32 length; raises ValueError above MAX_MESSAGE_BYTES."""
+    """`message` after its little-endian u32 length. ValueError above MAX_MESSAGE_BYTES."""
     if len(message) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(message)} bytes exceeds {MAX_MESSAGE_BYTES}")
     return _LENGTH.pack(len(message)) + message
 
 
 class FrameReader:
-    """Cuts a byte stream back into messages; feed it whatever the socket gave."""
+    """Cuts a byte stream into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """All messages completed by `data`; raises ValueError on a length above MAX_MESSAGE_BYTES (the stream is lost then)."""
+        """The messages completed by `data`. ValueError on a length above MAX_MESSAGE_BYTES, which
+        loses the stream."""
         self._buffer += data
         messages = []
         start = 0

@@ -65,7 +65,6 @@ class LowRank(NamedTuple):
         return parts and rank <= _MOST_RANK and rank & (rank - 1) == 0 and self.b.transpose(0, 1).is_contiguous()
 
     def add(self, out: Tensor) -> None:
-        """Add it to `out` [T, m] by kernels of its own."""
         add_lora(out, self.x, self.of_row, self.a, self.b, self.ends)
 
     def shrink(self, tile: Tile) -> "Shrunk":
@@ -155,7 +154,6 @@ def _reference(out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends
 
 @triton.jit
 def _adapter(index, number, LAST: constexpr):
-    """The adapter of this `number` among those of the rows, in ascending order; LAST: they have fewer."""
     adapter = tl.min(tl.where(index >= 0, index, LAST), 0)
     for _ in range(number):
         adapter = tl.min(tl.where(index > adapter, index, LAST), 0)
@@ -167,7 +165,8 @@ def _shrink_rows(
     x, a, inner, row, own, adapter, first, share, T,
     N: constexpr, INNER: constexpr, WIDTH: constexpr, SHARE: constexpr, TURN: constexpr,
 ):  # fmt: skip
-    """The rows of `row` [ROWS] whose own adapter this is, times WIDTH rows of its A from `first` on, over a share of n."""
+    """The rows of `row` [ROWS] whose own adapter this is, times WIDTH rows of its A from `first`
+    on, over a share of n."""
     mine = (own == adapter)[:, None]
     column = first + tl.arange(0, WIDTH)
     lane = tl.arange(0, TURN)
@@ -212,7 +211,6 @@ def wait_for_x(begun, PDL: constexpr):
 
 @triton.jit
 def part_of(column, FIRST: constexpr, SECOND: constexpr):
-    """The part of an output."""
     return (column >= FIRST).to(tl.int32) + (column >= SECOND).to(tl.int32)
 
 
@@ -235,7 +233,6 @@ def rows_of_b(b, adapter, column, M: constexpr, RANK: constexpr, ADAPTERS: const
 
 @triton.jit
 def expanded(values, tile):
-    """B's product of a row: what is added to its outputs."""
     return tl.sum(tile.to(tl.float32) * cast(values, tile.dtype).to(tl.float32)[None, :], 1)
 
 
@@ -245,8 +242,9 @@ def expand_rows(
     M: constexpr, RANK: constexpr, PARTS: constexpr, ADAPTERS: constexpr, TOGETHER: constexpr, SHARES: constexpr,
     SWAP: constexpr,
 ):  # fmt: skip
-    """`total` [ROWS, BN], or with SWAP [BN, ROWS], and B's product of the rows. TOGETHER adapters are one matrix: a row's values
-    stand in its own adapter's columns, with zeros in the others'. own: each row's adapter."""
+    """Add B's product to `total` [ROWS, BN], with SWAP [BN, ROWS]. TOGETHER adapters are one
+    matrix: a row's values stand in its own adapter's columns, with zeros in the others'. own: each
+    row's adapter."""
     COLUMNS: constexpr = TOGETHER * RANK
     lane = tl.arange(0, RANK)
     of_row = inner + row[:, None] * (PARTS * RANK) + part * RANK + lane[None, :]
@@ -295,7 +293,6 @@ def _expand(
     M: constexpr, RANK: constexpr, OF_ADAPTER: constexpr, OF_OUTPUT: constexpr, INNER: constexpr, SHARES: constexpr,
     TURN: constexpr, FIRST: constexpr, SECOND: constexpr, ROWS: constexpr, OUTPUTS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """OUTPUTS outputs of one part, of up to ROWS rows."""
     trigger(PDL)
     wait(PDL)
     row = tl.program_id(0) // groups * ROWS + tl.arange(0, ROWS)

@@ -9,7 +9,7 @@ engine until its last token is made: a client that reads slowly holds none once 
 prefill waits in the core's queue, in order, and is bounded by tokens as well: one long prompt may always wait alone.
 
 Clients share alike. Alone a client may have everything. Of several each has its turn: a client's next choice comes after its own,
-and level with the first of the others'. Where all is taken, the last that waits of the client with most gives way to one with fewer.
+and level with the first of the others'. Where all is taken, the last waiting choice of the client with most gives way.
 
 A client has one share of all replicas: what other replicas began for it counts as if it had begun here. So its next choice waits
 longer, for AHEAD_MOST choices of others at most.
@@ -57,7 +57,6 @@ class AdmissionControl:
         return sum(ticket.tokens for ticket in self._waiting())
 
     def _waiting(self) -> list["AdmissionTicket"]:
-        """The tickets that wait; one that has begun waits no more."""
         for ticket in self._tickets:
             ticket.note_begun()
         self._tickets = [ticket for ticket in self._tickets if ticket.waits]
@@ -193,7 +192,7 @@ class AdmissionTicket:
         refuse()
 
     def leave(self) -> None:
-        """Give all back: the request has ended, whichever way. Idempotent."""
+        """Give everything back. Idempotent."""
         if self._clocks:
             self.note_begun()
         self.admission._claim(-self._reserved, -self._answers)

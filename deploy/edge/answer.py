@@ -59,7 +59,7 @@ class CompletionResponse(Response):
         self._late: QuartetError = DeadlineExceeded(f"The request took longer than {self._limits.request_timeout_s:g} s.")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, unless the client leaves first; then the engine is told."""
+        """Answer. If the client leaves first, abort in the engine."""
         await self._note(record_of(scope))
         with self._service.answering(len(self._job.params)):
             work = asyncio.ensure_future(self._serve(send))
@@ -76,7 +76,7 @@ class CompletionResponse(Response):
                 self._abort(AbortReason.client_gone)
 
     async def _note(self, record: RequestRecord) -> None:
-        """What is known before the first token, and what it may cost its API key's holder. QuotaExceeded."""
+        """Record what is known before the first token, and charge the API key. QuotaExceeded."""
         self._record = record
         record.model = self._service.settings.name
         record.answer = self._format.id

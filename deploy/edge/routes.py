@@ -276,7 +276,6 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 @cache
 def _documentation() -> tuple[dict[type[Struct], JsonObject], JsonObject]:
-    """JSON Schema of every API's body, and the components that they refer to, for OpenAPI 3.1."""
     kinds = [LOAD_READER.kind, UNLOAD_READER.kind, *(api.reader.kind for api in TOKEN_APIS)]
     kinds += [kind for api in GENERATION_APIS for kind in (api.reader.kind, *api.parts)]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")

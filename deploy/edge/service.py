@@ -72,7 +72,6 @@ class Service:
         self.idle.set()
 
     def model_of(self, ask: Ask) -> ServedModel:
-        """What answers say of the model: an adapter's name where one is asked for."""
         if ask.model in self.adapters:
             return msgspec.structs.replace(self.model, name=ask.model)
         return self.model

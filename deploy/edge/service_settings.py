@@ -13,7 +13,7 @@ from engine.protocol import FrozenStruct, MediaKind
 
 
 class Defaults(FrozenStruct):
-    """Sampling where a request says nothing: the checkpoint's generation_config.json."""
+    """Default sampling: the checkpoint's generation_config.json."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -21,7 +21,7 @@ class Defaults(FrozenStruct):
 
     @classmethod
     def read(cls, folder: Path) -> "Defaults":
-        """Read those of a checkpoint; do_sample: false means greedy."""
+        """Read a checkpoint's defaults; do_sample: false means greedy."""
         config = generation_config(folder)
         if config.get("do_sample") is False:
             return cls(temperature=0.0)
@@ -29,12 +29,11 @@ class Defaults(FrozenStruct):
 
 
 def media_kinds(encoders: MediaGeometries, text: TextProcessor) -> frozenset[MediaKind]:
-    """The kinds for which a checkpoint has an encoder, and its tokenizer a token."""
     return frozenset(kind for kind in encoders if text.control_id(f"<|{kind}|>") is not None)
 
 
 def audio_row_samples(encoders: MediaGeometries) -> int:
-    """Samples of each row that its audio encoder takes; 0: it takes log-mel frames."""
+    """Samples in each row of the audio encoder; 0 for log-mel frames."""
     audio = encoders.get("audio")
     return audio.features if isinstance(audio, AudioGeometry) and audio.unified else 0
 
@@ -73,5 +72,4 @@ class ServiceSettings(FrozenStruct):
 
     @property
     def name(self) -> str:
-        """What answers call the model."""
         return self.names[0]

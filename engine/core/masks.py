@@ -379,7 +379,6 @@ class Masks:
             self._set_masks(state, only(limit.end, self._size)[None])
 
     def _start_grammar(self, state: MaskState) -> None:
-        """Set the first mask, once the grammar is compiled; GenerationFailed: it cannot be compiled."""
         if state.compiled is not None and state.compiled.done():
             matcher, bits = state.compiled.result()
             state.matcher = matcher.fresh(frees=state.trigger is not None)

@@ -1,9 +1,7 @@
-"""From an engine's stream of token ids to typed parts: detokenized, parsed, cut at stop strings, with the finish reason.
+"""From a stream of token ids to typed parts: detokenized, parsed, cut at stop strings, with the
+finish reason.
 
-    Output(tokens) --ReplyParser, or PlainText--> parts --StopStrings, of the content--> Delta(parts, tokens, logprobs, finish)
-
-With stop strings tokens are taken one by one, so that the end of a text does not depend on how tokens were batched. A match ends
-the request in the engine too, which counts it as a success; so does the end of the first call of a `one_call` job. Thoughts and
+With stop strings tokens are read one by one, so batching does not change the end. Thoughts and
 calls are never cut.
 """
 
@@ -74,7 +72,6 @@ class Job:
 
     @property
     def media_tokens(self) -> dict[str, int]:
-        """Soft tokens in the prompt, by the kind of media, as OpenAI's usage calls them."""
         counts = Counter[str]()
         for item in self.media:
             counts[f"{item.kind}_tokens"] += item.soft_tokens
@@ -84,17 +81,17 @@ class Job:
 
 
 class PromptPart(msgspec.Struct):
-    """Tokens of the prompt, with the rank and logprobs of each; the very first token has none."""
+    """Prompt tokens with rank and logprobs; the very first has none."""
 
     tokens: Sequence[int]
     logprobs: Sequence[tuple[int, Logprobs] | None]
 
 
 class Delta(msgspec.Struct):
-    """What one output added to one choice; the last one has `finish`. `logprobs` is empty, or has one entry a token.
+    """What one output added to one choice; the last one has `finish`. `logprobs` is empty, or has
+    one entry a token.
 
-    The prompt's text (as a part) and logprobs (`prompt`) come first, in deltas of their own. `parts` are the new text by kind, in
-    order; none if there is no text yet. `stop`: the stop string or token id that ended it, if the request named it.
+    The prompt's text and logprobs (`prompt`) come first, in deltas of their own.
     """
 
     parts: Sequence[Part]
@@ -110,7 +107,7 @@ _BLOCK_KINDS: dict[type[Part], BlockKind] = {Reasoning: "reasoning", Content: "t
 
 
 class ReplyBlock(msgspec.Struct):
-    """A run of parts of one kind. `pieces`: its text, of a call its arguments; `id` and `name` are a call's."""
+    """A run of parts of one kind. `pieces`: its text, or a call's arguments."""
 
     index: int
     kind: BlockKind
@@ -125,10 +122,10 @@ class ReplyBlock(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """The sum of one choice's deltas in the order of generation, without logprobs, which may be large.
+    """The sum of one choice's deltas in order, without logprobs, which may be large.
 
-        parts     Reasoning Reasoning   Content Content Content   ToolCallStart Arguments Arguments
-        blocks    |-- reasoning ----|   |------ text ---------|   |------------ call -------------|
+    parts     Reasoning Reasoning   Content Content Content   ToolCallStart Arguments Arguments
+    blocks    |-- reasoning ----|   |------ text ---------|   |------------ call -------------|
     """
 
     blocks: list[ReplyBlock] = []
@@ -143,7 +140,6 @@ class Choice(msgspec.Struct):
         self.finish, self.stop = delta.finish, delta.stop
 
     def take(self, part: Part) -> ReplyBlock:
-        """Add a part to the block that it belongs to, which is returned."""
         blocks = self.blocks
         if isinstance(part, ToolCallStart):
             blocks.append(ReplyBlock(len(blocks), "call", part.id, part.name))
@@ -173,7 +169,7 @@ class Choice(msgspec.Struct):
 
 
 class PlainText:
-    """A reply that is nothing but text: it is no chat."""
+    """A reply of plain text, outside of chats."""
 
     reasoning_tokens = calls = ended_calls = 0
 
@@ -188,13 +184,7 @@ class PlainText:
 
 
 class Generation:
-    """One choice while it is generated, for one reader.
-
-    stream     what the engine gives;   clock  its clock points
-    has_ended  the delta with `finish` has been taken, or it was aborted
-    cached     tokens of its prompt found in the prefix cache, known with its first tokens
-    accepted   of its tokens were drafts so far;   rejected  drafts were not
-    """
+    """One choice while it is generated, for one reader."""
 
     def __init__(self, engine: EngineClient, text: TextProcessor, job: Job, choice: int) -> None:
         prompt, params = job.prompt(choice), job.params[choice]
@@ -229,16 +219,15 @@ class Generation:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of its thoughts so far, markers included."""
+        """Thought tokens so far, markers included."""
         return self._reader.reasoning_tokens
 
     @property
     def ready(self) -> bool:
-        """Whether `take` gives something."""
         return not self.has_ended and self.stream.ready
 
     def take(self) -> Iterator[Delta]:
-        """The deltas since the last call; the very last one has `finish`. Raises what the engine's stream raises."""
+        """The deltas since the last call; the last has `finish`. Raises as the engine's stream."""
         if not self.ready:
             return
         output = self.stream.take()
@@ -257,7 +246,7 @@ class Generation:
                 return
 
     def _prompt_deltas(self, reported: Sequence[PromptLogprobs]) -> Iterator[Delta]:
-        """Text and logprobs of the prompt, with the outputs that have them."""
+        """Text and logprobs of the prompt."""
         if self._echo or self._tells_logprobs:
             first = PromptPart(self._prompt[:1], [None]) if self._tells_logprobs else None
             yield Delta(_content(self._echo), [], [], prompt=first)
@@ -286,17 +275,14 @@ class Generation:
         return Delta(joined(kept), output.tokens, output.logprobs, self._finish(output.finish), stop)
 
     def _by_token(self, output: Output) -> Iterator[list[Part]]:
-        """Yields what each token adds, but for the stop id that ended the request, then what was held back."""
+        """Without the stop id at the end, then what was held back."""
         for token in output.tokens[:-1] if _last(output) in self._stop_ids else output.tokens:
             yield self._reader.push([token])
         if output.finish is not None:
             yield self._reader.end(cut=output.finish is FinishReason.length)
 
     def _keep(self, parts: Iterable[Part], kept: list[Part]) -> str | None:
-        """Add to `kept` what precedes a stop string in the content; the stop string that matched, or None.
-
-        No match goes across a thought or a call.
-        """
+        """Returns the stop string that matched, or None. Matches do not cross a thought or a call."""
         for part in parts:
             if not isinstance(part, Content):
                 kept += (*_content(self._stops.flush()), part)
@@ -308,7 +294,7 @@ class Generation:
         return None
 
     def _finish(self, finish: FinishReason | None) -> str | None:
-        """OpenAI's finish reason. An abort that this side did not ask for is a failure: the text is not complete."""
+        """OpenAI's finish reason. GenerationFailed for an abort that this side did not ask for."""
         if finish is None:
             return None
         if finish not in (FinishReason.stop, FinishReason.length):
@@ -317,7 +303,7 @@ class Generation:
 
 
 def _split_logprobs(output: Output) -> Iterator[Output]:
-    """The output, cut where it has many logprobs: those of a slow reader have piled up. Its end is the last one's."""
+    """The output in pieces, if a slow reader has accumulated many logprobs. The last has its end."""
     count = len(output.tokens)
     step = max(1, _MOST_LOGPROBS // (1 + len(output.logprobs[0].top)))
     for first in range(0, count, step):
@@ -327,7 +313,6 @@ def _split_logprobs(output: Output) -> Iterator[Output]:
 
 
 def _last(output: Output) -> int | None:
-    """The stop token at the end of an output."""
     return output.tokens[-1] if output.finish is FinishReason.stop and output.tokens else None
 
 
@@ -337,12 +322,12 @@ def _content(text: str) -> list[Part]:
 
 @dataclass
 class DeltaReader(Generic[T]):
-    """Reads several generations; `convert` turns the (choice, delta) pairs that have come into what `next` returns.
+    """Reads several generations; `convert` turns new (choice, delta) pairs into the result of
+    `next`.
 
-    While the reader waits in `next`, pairs are converted within the engine client's callback: what one message brings to many
-    readers is all converted before the first of them writes. While the reader is busy, pairs pile up and come together.
-    `put`, if given, gets it in the loop's next turn, and the reader waits on, without a switch of tasks, unless `put` returns what
-    is left for it to do.
+    While the reader waits, pairs are converted in the client's callback, for all readers before the
+    first writes. `put` gets the result without a task switch, and returns what the reader must
+    still do.
     """
 
     generations: Sequence[Generation]
@@ -364,7 +349,8 @@ class DeltaReader(Generic[T]):
         return self._error is not None or any(generation.ready for generation in self.generations)
 
     async def next(self) -> T:
-        """What has come since the last call; waits if nothing has. Raises what the streams raise: the first error ends them all."""
+        """What has come since the last call, or what comes next. The first error of a stream ends
+        all."""
         if not self.ready:
             self._waiter = asyncio.get_running_loop().create_future()
             converted = await self._waiter
@@ -403,7 +389,7 @@ class DeltaReader(Generic[T]):
             self._arrived()
 
     def _taken(self) -> Iterator[tuple[int, Delta]]:
-        """The pairs that have come; an error is raised after the pairs before it were given."""
+        """New pairs; an error is raised after earlier pairs."""
         if self._error is not None:
             raise self._error
         has_yielded = False

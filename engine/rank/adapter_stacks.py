@@ -67,8 +67,8 @@ class _Owner:
 def add_stacks(
     model: Shard, known: dict[str, Piece], ranks: Mapping[str, int], adapters: int
 ) -> tuple[dict[str, Place], dict[str, AdapterStack]]:
-    """Give the model's matrices empty stacks of so many adapters. ranks: the largest of each matrix that one changes, by its name.
-    Returns where each matrix's product lies, and the stacks by path."""
+    """ranks: the largest of each changed matrix, by name. Returns each matrix's place, and the
+    stacks by path."""
     places, owners = _owners(known, model.dtype)
     for name, rank in ranks.items():
         owner = owners[places[name].owner]
@@ -84,7 +84,7 @@ def has_adapters(model: Shard) -> bool:
 
 
 def _owners(known: dict[str, Piece], dtype: torch.dtype) -> tuple[dict[str, Place], dict[str, _Owner]]:
-    """Where each matrix's product lies, by the matrix's name; and the model's matrices by path."""
+    """Places by matrix name, and owners by path."""
     parts: dict[str, list[str]] = {}
     for name, piece in known.items():
         if not piece.targets[0].expert:

@@ -72,5 +72,5 @@ class KeyRing:
         return None if match is None or match.has_expired(datetime.now(UTC)) else match
 
     async def open(self, key: ApiKey) -> RequestGrant:
-        """Begins a request of that holder. QuotaExceeded: it has too many."""
+        """Begin a holder's request. QuotaExceeded."""
         return await self._quotas.open(key.name)
