@@ -86,12 +86,17 @@ def test_the_time_limit_follows_the_tests_own_time(tree: Path, monkeypatch: pyte
         Baselines().of(WRONG.tests, tree)
 
 
-def test_fast_tests_come_first(tree: Path) -> None:
-    """So most faults are noticed before a slow test runs."""
-    slow = '\n\n@pytest.mark.parametrize("word", ["a b"])\ndef test_slow(word):\n    import time; time.sleep(0.3)\n'
-    begin, end = TESTS.split("\n\n\ndef test_double")
-    (tree / "tests/test_doubling.py").write_text(begin + slow + "\n\ndef test_double" + end)
+def test_fast_tests_come_first(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So most faults are noticed before a slow test runs. Setups and teardowns, which other tests share, do not count."""
+    said = (
+        "1.30s call     tests/test_doubling.py::test_slow[a b]\n"
+        "0.90s setup    tests/test_doubling.py::test_double\n"
+        "0.01s call     tests/test_doubling.py::test_double\n"
+    )
+    monkeypatch.setattr("tests.support.mutation.run_tests", lambda *_, **__: (0, said))
     assert Baselines().of(WRONG.tests, tree).tests == ("test_doubling.py::test_double", "test_doubling.py::test_slow[a b]")
+    monkeypatch.undo()
+    assert Baselines().of(WRONG.tests, tree).tests == ("test_doubling.py::test_double",)
 
 
 def test_results_are_kept(tree: Path) -> None:

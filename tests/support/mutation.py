@@ -199,7 +199,7 @@ class Baselines:
 def baseline(tests: str, tree: Path) -> Baseline:
     """As `Baselines.of`, by the time that they take now."""
     began = time.monotonic()
-    status, output = run_tests(tests.split(), tree, "--durations=0", "-vv")
+    status, output = run_tests(tests.split(), tree, "--durations=0", "--durations-min=0")
     taken = time.monotonic() - began
     if failed := _FAILED.findall(output) if status else []:
         status, output = run_tests(failed, tree)
