@@ -166,9 +166,8 @@ class Requests:
     # -- media
 
     def note_computed(self, sequence: Sequence) -> None:
-        """A chunk of the sequence is committed. What is computed needs its media no more, unless it is preempted and its pages are
-        evicted. So up to KEPT_MEDIA_BYTES are kept, for those first that would need them first: the preempted, then the youngest.
-        A sequence whose media are dropped ends in an error where it needs them again (`Admissions`)."""
+        """Drop media whose rows are computed. Up to KEPT_MEDIA_BYTES are kept for sequences that may be preempted: first
+        those that are, then the youngest. One that lacks them then ends in an error (`Admissions`)."""
         sequence.media.note_computed(sequence.committed)
         kept = 0
         for other in chain(self.waiting, reversed(self.running)):

@@ -124,9 +124,8 @@ class AdapterStore:
 def load_adapters(
     model: Shard, tensors: TensorTable, folders: Mapping[str, str], *, slots: int = 0, max_rank: int = 0
 ) -> AdapterStore | None:
-    """Give the model room for adapters: `slots` with `max_rank` at every matrix or, without `slots`, what the folders need. Read
-    the folders, with their places in the mapping as ids, and place the first ones in slots. On the meta device nothing is read.
-    Returns the store, if adapters may be loaded later."""
+    """Give the model `slots` adapters of `max_rank` or, without `slots`, what the folders need; read the folders and fill slots in
+    order. Returns the store if adapters may be loaded later."""
     mapped = map_adapters(folders, tensors, model.geometry)
     if slots:
         ranks = dict.fromkeys(adapter_pieces(tensors, model.geometry), max_rank)

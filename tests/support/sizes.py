@@ -29,16 +29,16 @@ ROOMS = (
 # Tokens of each room: what is there and 1 % of slack. Who comes below lowers the bound; who needs more says what the new
 # feature replaced. The goal of the product for the same features: 215 000 tokens, of them 90 000 of the engine.
 BOUNDS = {
-    "engine/core": 22_010,
-    "engine/rank": 53_990,
-    "engine/front": 24_357,
-    "engine": 23_148,
-    "kernels": 68_936,
-    "cluster": 5_375,
-    "deploy/edge": 50_527,
-    "deploy": 21_773,
-    "dashboards": 5_630,
-    "tests": 589_544,
+    "engine/core": 22_916,
+    "engine/rank": 56_019,
+    "engine/front": 25_187,
+    "engine": 24_526,
+    "kernels": 71_481,
+    "cluster": 5_504,
+    "deploy/edge": 54_851,
+    "deploy": 22_896,
+    "dashboards": 5_608,
+    "tests": 601_281,
 }
 _COUNTED = frozenset({tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
