@@ -85,7 +85,10 @@ def by_cli(folder: Path) -> Iterator[Served]:
 def by_ray_start(folder: Path) -> Iterator[Served]:
     """`quartet env`, `ray start`, `serve deploy`, on a machine of its own."""
     with machines(folder, 1) as made:
-        cluster = RayCluster(made, ARGS | {"keys": {"file": "/tmp/keys"}}, REPLICAS)
+        cluster = RayCluster(made, {}, 0.0)
+        cluster.args.update(ARGS | {"keys": {"file": "/tmp/keys"}})
+        cluster.deployment.clear()
+        cluster.deployment.update(REPLICAS | {"name": "Quartet", "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 0}})
         write_keys(cluster.head.folder / "tmp" / "keys")
         cluster.start_head()
         cluster.deploy()
