@@ -43,7 +43,7 @@ class SchedulerConfig:
     tpot_target_ms: float | None = None
     longest_step_ms: float | None = None
     encoder_rows: int = ENCODER_ROWS
-    adapters: int = 0
+    adapters: int = 2
     max_adapters: int = 0
     encoders: MediaGeometries = field(default_factory=lambda: ANY_MEDIA)
 
