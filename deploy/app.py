@@ -137,18 +137,7 @@ class Quartet:
         replica = serve.get_replica_context()
         chosen = group.attention.name
         weights = read_quantisation(folder, config.weights).name
-        self._exporter = Exporter(Facts(
-            model_name=settings.name,
-            build=settings.build,
-            attention=chosen,
-            weights=weights,
-            tp=settings.tp,
-            slots=config.max_seqs,
-            page_tokens=config.page,
-            step_bound_s=config.step_timeout_s,
-            ttft_objective_s=metrics.ttft_objective_s,
-            tpot_objective_s=metrics.tpot_objective_s,
-        ))
+        self._exporter = Exporter(self._facts(config, chosen, weights))
         exporter_url = self._exporter.serve(self._metrics_host, metrics.port)
         self._demand = Demand(config.max_seqs, metrics.ttft_objective_s)
         self._client = EngineClient(group.front_socket, sink=to_each(self._exporter, self._demand))
@@ -192,10 +181,28 @@ class Quartet:
         gc.freeze()  # what lives as long as the process: a full collection then takes a millisecond, not a hundred
         self._heartbeats = self._start_heartbeats(exporter_url)
         if self._registry is not None:
-            self._beats = asyncio.ensure_future(beat_for_ever(self._quotas, self._service.admission, replica.app_name))
-            if self._keys is not None:
-                with contextlib.suppress(TimeoutError):  # until then it would allow every quota whole
-                    await asyncio.wait_for(self._quotas.joined.wait(), JOIN_S)
+            await self._share_quotas(replica.app_name)
+
+    def _facts(self, config: EngineConfig, attention: str, weights: str) -> Facts:
+        metrics = self._settings.metrics
+        return Facts(
+            model_name=self._settings.name,
+            build=self._settings.build,
+            attention=attention,
+            weights=weights,
+            tp=self._settings.tp,
+            slots=config.max_seqs,
+            page_tokens=config.page,
+            step_bound_s=config.step_timeout_s,
+            ttft_objective_s=metrics.ttft_objective_s,
+            tpot_objective_s=metrics.tpot_objective_s,
+        )
+
+    async def _share_quotas(self, app_name: str) -> None:
+        self._beats = asyncio.ensure_future(beat_for_ever(self._quotas, self._service.admission, app_name))
+        if self._keys is not None:
+            with contextlib.suppress(TimeoutError):  # until then it would allow every quota whole
+                await asyncio.wait_for(self._quotas.joined.wait(), JOIN_S)
 
     def _start_heartbeats(self, exporter_url: str) -> HeartbeatSender | None:
         """Register the exporter with discovery."""

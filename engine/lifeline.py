@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class BootArgs(FrozenStruct, kw_only=True):
-    """argv[1] of a child, as JSON: its record in the status block, the core's behind those of the ranks, and the inherited
+    """argv[1] of a child, as JSON: its record in the status block, the core's after the ranks', and the inherited
     descriptors by purpose.
 
     `plan` is the ring core -> ranks, `masks` another for the masks of its steps, `media` for what they encode; `result` the ring

@@ -12,7 +12,7 @@ from engine.logit_adjustments import LogitAdjustments
 
 MAX_MESSAGE_BYTES = 64 << 20
 PIECE_BYTES = 512 << 10  # of media's data in a message: neither end is kept from its other work for longer than a millisecond
-MAX_ALTERNATIVES = 20  # logprobs of a token beside its own: OpenAI's bound
+MAX_ALTERNATIVES = 20  # logprobs of other tokens at a position: OpenAI's bound
 MAX_STOP_IDS = 1024  # of one request, its end-of-sequence ids among them: a rank's table has a fixed width
 MAX_SPAN = 2048  # tokens of a media item that see each other both ways: a chunk has all of them
 _LENGTH = struct.Struct("<I")

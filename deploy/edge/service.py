@@ -44,7 +44,7 @@ class Service:
     be loaded later.
 
     `jobs` makes what goes to the engine, `admission` lets it in; `open` counts choices from their submission to the last byte of
-    their answer. `about`: what whoever asks from this machine may know.
+    their answer. `about`: what a client on this machine may know.
     """
 
     settings: ServiceSettings

@@ -1,7 +1,7 @@
 """Admission: which waiting requests get a slot. In order, past those that cannot begin now, but past none for ever.
 
 A request whose adapter is not on the device has it placed in a slot, and waits. A request that was overtaken often enough
-holds up all behind it. That ends, at the latest, when those that run have reached their limits: nobody of later precedence gets a
+holds up all after it. That ends, at the latest, when those that run have reached their limits: nobody of later precedence gets a
 slot meanwhile, and a request always begins when none runs.
 """
 

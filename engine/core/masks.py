@@ -240,7 +240,7 @@ class GrammarCompiler:
         self._running.append(self._grammars[grammar])
 
     def _compiled(self, grammar: str) -> tuple[Matcher, np.ndarray]:
-        """Compile in a thread: a matcher at the grammar's beginning, and its mask there. GenerationFailed where there is none."""
+        """Compile in a thread: a matcher at the grammar's beginning, and its mask there. GenerationFailed if that is impossible."""
         matcher = present(self._vocabulary).matcher(grammar)
         return matcher, matcher.mask()
 

@@ -97,8 +97,8 @@ class EngineClient(asyncio.Protocol):
     ) -> Stream:
         """Submit a request at once; `clip`, `salt`, `priority`, `adapter`, `client` and `media` as in GenerateRequest.
 
-        Requests that have the same tuple of media, one after the other, share them: they are sent once, before all these requests.
-        Raises InvalidRequest only if it cannot be sent as it is.
+        Requests with the same tuple of media in succession share them: they are sent once. Raises InvalidRequest only if it cannot
+        be sent as it is.
         """
         self._last_id += 1
         stream = Stream(self._last_id, self.abort, Clock(monotonic()))

@@ -239,8 +239,10 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "deploy/edge/keys/key_ring.py": (
         ("expired-key-passes", "deploy/edge/test_keys.py deploy/edge/test_key_file.py",
          "if match is None or match.has_expired(datetime.now(UTC))", "if match is None"),
+    ),
+    "deploy/edge/keys/replica_quotas.py": (
         ("keys-read-again-are-fresh", "deploy/edge/test_keys.py",
-         "before.get(key.name) or Allowance(key.quota)", "Allowance(key.quota)"),
+         "self._here.get(holder) or Allowance(quota)", "Allowance(quota)"),
     ),
     "deploy/edge/key_gate.py": (
         ("any-key-has-all-rights", "deploy/edge/test_keys.py", 'elif endpoint.right not in {"open", *key.rights}:', "elif False:"),
