@@ -39,7 +39,7 @@ from deploy.edge.service_settings import Defaults, ServiceSettings, audio_row_sa
 from deploy.edge.side_pool import SidePool
 from deploy.models.fingerprint import fingerprint
 from deploy.nodes import check_host_of_nodes, check_nodes, gpus_of, replica_resources
-from deploy.placement import place
+from deploy.placement import check_model, place
 from deploy.ports import check_port
 from deploy.registry import HeartbeatSender, RayRegistryClient, target_here
 from deploy.routing import served_names
@@ -62,8 +62,9 @@ logger = logging.getLogger("ray.serve")
 
 
 def build(args: ServeConfig) -> Application:
-    """ConfigError of one line: the wrong key, or what the cluster lacks."""
+    """ConfigError of one line: the wrong key, or what the cluster lacks. Serve then keeps the replicas that run."""
     settings = Settings.read(args)
+    check_model(settings)
     environment.refuse_kernels_distribution()
     gpus = gpus_of(ray.nodes())
     if len(gpus) > 1:

@@ -1,13 +1,14 @@
 """A deployment's settings on the node of its group: folder, device, engine settings."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from cluster.capability import probe
-from deploy.models.resolve import resolve
+from deploy.models.resolve import folder_here, resolve
 from deploy.settings import Settings
 from engine.checkpoint import generation_config, token_ids
 from engine.config import EngineConfig, Mtp, engine_config
@@ -18,6 +19,23 @@ T = TypeVar("T")
 
 def place(settings: Settings) -> EngineConfig:
     return configure(settings, resolve(settings.model, settings.revision), resolve, has_gpus=bool(probe().gpus))
+
+
+def check_model(settings: Settings) -> None:
+    """ConfigError: this machine has the model and sees that no replica could be configured, or knows
+    that nothing has its name."""
+    folder = folder_here(settings.model, settings.revision)
+    if folder is None:
+        return
+    drafter = drafter_folder(settings.mtp, partial(folder_here, revision=None))
+    if drafter is None:
+        settings = msgspec.structs.replace(settings, mtp=Mtp())
+    configure(settings, folder, partial(_known, drafter), has_gpus=True)
+
+
+def _known(drafter: Path | None, _: str) -> Path:
+    assert drafter is not None, "without one, none is asked for"
+    return drafter
 
 
 def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path], *, has_gpus: bool) -> EngineConfig:

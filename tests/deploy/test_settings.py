@@ -15,7 +15,7 @@ import yaml
 from deploy import environment
 from deploy.models.resolve import resolve
 from deploy.nodes import check_host_of_nodes, check_nodes, check_replicas, gpus_of
-from deploy.placement import place
+from deploy.placement import check_model, place
 from deploy.ports import HAPROXY_PORTS, PROXY_PORTS, REPLICA_RANGE
 from deploy.settings import Settings, read_config, read_settings
 from engine.config import EngineConfig, engine_config
@@ -380,3 +380,16 @@ def test_a_proxy_that_starts_slowly_is_waited_for() -> None:
 
     wait_s = float(environment.RAY.get("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", constants.PROXY_READY_CHECK_TIMEOUT_S))
     assert wait_s >= constants.HTTP_PROXY_TIMEOUT
+
+
+def test_a_builder_refuses_a_model_that_no_replica_could_serve(tmp_path: Path) -> None:
+    """A name that nothing has, a shape that the settings do not fit; not a folder that only other nodes may have, or a hub id."""
+    check_model(Settings.read({"model": "nano:31b", "device": "cpu"}))
+    check_model(Settings.read({"model": "some/model"}))
+    for wrong, said in (
+        ({"model": "nano:no-such-member"}, "model: nano:no-such-member is not one of"),
+        ({"model": "nano:31b", "tp": 3}, "tensor-parallel size 3"),
+        ({"model": "nano:31b", "mtp": {"model": "nano:none-assistant", "drafts": 2}}, "mtp.model"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_model(Settings.read({"device": "cpu", **wrong}))
