@@ -22,8 +22,7 @@ def place(settings: Settings) -> EngineConfig:
 
 
 def check_model(settings: Settings) -> None:
-    """ConfigError: this machine has the model and sees that no replica could be configured, or knows
-    that nothing has its name."""
+    """ConfigError: no replica could serve it, as far as this machine knows."""
     folder = folder_here(settings.model, settings.revision)
     if folder is None:
         return

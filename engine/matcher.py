@@ -89,8 +89,9 @@ class Vocabulary:
         return cls(Pieces.of(read_tokenizer(folder)), read_eos(folder), read_model(folder).vocab)
 
     def complaint(self, grammar: str) -> str | None:
-        """What of the grammar cannot be kept, in a sentence; None: replies of random tokens met no error, with less fuel than the
-        core gives them. It costs what `matcher` and some 300 masks do, of which those come first that _CHECK_S has room for."""
+        """What of the grammar cannot be kept, in a sentence; None: random replies met no error, with less fuel than the core
+        gives them. It walks some 300 masks, or as many as _CHECK_S allows.
+        """
         ends = time.thread_time() + _CHECK_S
         try:
             first = self._matcher(grammar, _CHECK_LIMITS)
