@@ -90,7 +90,7 @@ class Vocabulary:
 
     def complaint(self, grammar: str) -> str | None:
         """What of the grammar cannot be kept, in a sentence; None: random replies met no error, with less fuel than the core
-        gives them. It walks some 300 masks, or as many as _CHECK_S allows.
+        gives them. It walks at most some 300 masks, in _CHECK_S.
         """
         ends = time.thread_time() + _CHECK_S
         try:
