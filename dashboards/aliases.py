@@ -1,6 +1,7 @@
 """vLLM's names for our metrics, derived from our samples at each scrape. Our buckets contain all of
 vLLM's."""
 
+import time
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import Metric as Family
@@ -17,6 +18,7 @@ _REASONS = {
 }
 
 SUCCESS = "vllm:request_success"  # _total{finished_reason}, of quartet_requests_total; refused requests are none of vLLM's
+LORA = "vllm:lora_requests_info"  # {max_lora, running_lora_adapters, waiting_lora_adapters}, of quartet_adapter_requests
 CACHE_CONFIG = "vllm:cache_config_info"  # {block_size, num_gpu_blocks}, of quartet_kv_pages of the full layers
 
 
@@ -28,6 +30,7 @@ def aliases(families: Iterable[Family], model_name: str) -> Iterator[Family]:
         if row.alias:
             yield _renamed(row, by_name[row.stem], labels)
     yield _success(by_name["quartet_requests"], labels)
+    yield _lora(by_name["quartet_adapter_requests"], by_name["quartet_adapter_slots"], labels)
     yield _cache_config(by_name["quartet_kv_pages"], by_name["quartet_kv_page_tokens"], labels)
 
 
@@ -44,6 +47,17 @@ def _success(source: Family, labels: dict[str, str]) -> Family:
     for reason, outcomes in _REASONS.items():
         ended = sum(sample.value for sample in source.samples if sample.labels["outcome"] in outcomes)
         family.add_sample(f"{SUCCESS}_total", labels | {"finished_reason": reason}, ended)
+    return family
+
+
+def _lora(requests: Family, slots: Family, labels: dict[str, str]) -> Family:
+    """The time of the scrape, with the names of adapters that have requests."""
+    family = Family(LORA, "Seconds since 1970; names of adapters with requests, apart by commas.", "gauge")
+    shown = {"max_lora": f"{slots.samples[0].value:.0f}"}
+    for state in ("running", "waiting"):
+        names = [s.labels["adapter"] for s in requests.samples if s.labels["state"] == state and s.value]
+        shown[f"{state}_lora_adapters"] = ",".join(sorted(names))
+    family.add_sample(LORA, labels | shown, time.time())
     return family
 
 

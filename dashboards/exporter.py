@@ -42,6 +42,7 @@ class Facts(NamedTuple):
     step_bound_s: float
     ttft_objective_s: float
     tpot_objective_s: float
+    adapter_slots: int = 0
     up: int = 1
 
 
@@ -91,12 +92,15 @@ class Exporter(Collector):
             "gauges": [gauges],
             "encoder": [gauges.encoder],
             "processes": gauges.processes,
+            "adapters": gauges.adapters,
         }
         if last is not None:
             load = last.load
             items |= {"load": [load], "pools": load.pools}
             items |= {"draft_positions": load.draft_positions, "draft_switches": load.draft_switches}
         for origin, series, labels, value in self._levels:
+            if origin == "adapters":
+                series.values.clear()  # those of before may be gone
             for item in items.get(origin, ()):
                 series.values[labels(item)] = value(item)
 

@@ -257,6 +257,13 @@ ENGINE: tuple[Metric, ...] = (
         "load.kv_usage",
         alias="kv_cache_usage_perc",
     ),
+    Metric("quartet_adapter_slots", "Adapters that rows of one step may have.", "facts.adapter_slots"),
+    Metric(
+        "quartet_adapter_requests",
+        "Open requests of each adapter that is served. waiting: the core has not started them.",
+        "adapters.requests",
+        "adapter state",
+    ),
     Metric("quartet_kv_page_tokens", "Tokens a page holds.", "facts.page_tokens"),
     Metric(
         "quartet_prefix_cache_queried_tokens_total",

@@ -142,7 +142,6 @@ class Quartet:
         exporter_url = self._exporter.serve(self._metrics_host, metrics.port)
         self._demand = Demand(config.max_seqs, metrics.ttft_objective_s)
         self._client = EngineClient(group.front_socket, sink=to_each(self._exporter, self._demand))
-        self._exporter.read_gauges = partial(read_gauges, group, self._client)
         await self._client.start()
         links = RankLinks(group.adapter_sockets) if group.adapter_sockets else None
         if links is not None:
@@ -173,6 +172,7 @@ class Quartet:
             metrics=self._exporter.page if metrics.on_api else None,
             rank_links=links,
         )
+        self._exporter.read_gauges = partial(read_gauges, group, self._client, self._service.adapters.ids)
         await self._service.adapters.check_all()
         raylet = int(os.environ["RAY_RAYLET_PID"])  # Ray sets it in its workers
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet)
@@ -193,6 +193,7 @@ class Quartet:
             weights=weights,
             tp=self._settings.tp,
             slots=config.max_seqs,
+            adapter_slots=config.adapter_slots,
             page_tokens=config.page,
             step_bound_s=config.step_timeout_s,
             ttft_objective_s=metrics.ttft_objective_s,

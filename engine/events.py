@@ -112,12 +112,21 @@ class ProcessFigures(EventRecord):
     encoder_s: float  # since boot
 
 
+class AdapterFigures(EventRecord):
+    """Open requests of an adapter that is served. `state`: running or waiting."""
+
+    adapter: str
+    state: str
+    requests: int
+
+
 class ScrapeGauges(EventRecord):
     """Figures read at a scrape. `encoder` is of one rank; the others differ only in times."""
 
     open: int = 0
     processes: tuple[ProcessFigures, ...] = ()
     encoder: EncoderFigures = EncoderFigures()
+    adapters: tuple[AdapterFigures, ...] = ()
 
 
 Event = (

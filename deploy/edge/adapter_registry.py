@@ -30,35 +30,35 @@ class AdapterRegistry:
 
     def __init__(self, settings: ServiceSettings, client: EngineClient, text: TextProcessor, links: RankLinks | None) -> None:
         self._settings, self._client, self._links = settings, client, links
-        self._ids = {name: adapter for adapter, name in enumerate(settings.adapters)}
-        self._next = len(self._ids)
-        self._held = len(self._ids)  # adapters that ranks hold, those that are leaving included
+        self.ids = {name: adapter for adapter, name in enumerate(settings.adapters)}
+        self._next = len(self.ids)
+        self._held = len(self.ids)  # adapters that ranks hold, those that are leaving included
         self._prompt = text.encode(_PROMPT, add_bos=True)[: max(1, settings.max_len - 1)]
         self._loading = asyncio.Lock()
         self._tasks = set[asyncio.Task[None]]()
         client.on_orders = self._carry_out
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self._ids))
+        return iter(list(self.ids))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._ids
+        return name in self.ids
 
     def id_of(self, model: str | None) -> int:
         """The id of the adapter that a request's `model` names, -1: the model itself. ModelNotFound: it names neither."""
         if model in (None, *self._settings.names):
             return NO_ADAPTER
-        if model not in self._ids:
+        if model not in self.ids:
             raise ModelNotFound(str(model))
-        return self._ids[str(model)]
+        return self.ids[str(model)]
 
     def name_of(self, adapter: int) -> str | None:
         """The name of an adapter that is served; None: it is leaving."""
-        return next((name for name, known in self._ids.items() if known == adapter), None)
+        return next((name for name, known in self.ids.items() if known == adapter), None)
 
     async def check_all(self) -> None:
         """CheckpointError names an adapter of the config that changes nothing."""
-        for name, adapter in self._ids.items():
+        for name, adapter in self.ids.items():
             await self._check(name, adapter)
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
@@ -72,9 +72,9 @@ class AdapterRegistry:
     def unload(self, name: str) -> None:
         """Refuse new requests of that adapter; those that it has go on. ModelNotFound: it is not served; Forbidden: as `load`."""
         self._check_allowed()
-        if name not in self._ids:
+        if name not in self.ids:
             raise ModelNotFound(name)
-        self._client.change_adapter(AdapterChange("remove", self._ids.pop(name)))
+        self._client.change_adapter(AdapterChange("remove", self.ids.pop(name)))
 
     def _check_allowed(self) -> None:
         if self._links is None or self._settings.adapter_folder is None:
@@ -101,7 +101,7 @@ class AdapterRegistry:
             raise InvalidRequest("lora_name: begins with no slash, and has neither blanks nor backslashes", param="lora_name")
         if name in self._settings.names or name in others:
             raise InvalidRequest(f"lora_name: a model is called `{name}`", param="lora_name")
-        if name in self._ids and not in_place:
+        if name in self.ids and not in_place:
             raise InvalidRequest(
                 f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set 'load_inplace' "
                 "to True.",
@@ -129,8 +129,8 @@ class AdapterRegistry:
         except CheckpointError as error:
             self._client.change_adapter(AdapterChange("remove", adapter))
             raise InvalidRequest(str(error), param="lora_path") from error
-        before = self._ids.get(name)
-        self._ids[name] = adapter
+        before = self.ids.get(name)
+        self.ids[name] = adapter
         if before is not None:
             self._client.change_adapter(AdapterChange("remove", before))
 

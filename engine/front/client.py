@@ -7,6 +7,7 @@ counters.
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from time import monotonic, monotonic_ns
 from typing import cast
@@ -101,7 +102,7 @@ class EngineClient(asyncio.Protocol):
         be sent as it is.
         """
         self._last_id += 1
-        stream = Stream(self._last_id, self.abort, Clock(monotonic()))
+        stream = Stream(self._last_id, self.abort, Clock(monotonic()), adapter)
         request = GenerateRequest(
             id=stream.id,
             prompt=pack_tokens(prompt),
@@ -146,6 +147,10 @@ class EngineClient(asyncio.Protocol):
     @property
     def open(self) -> int:
         return len(self._requests)
+
+    def count_by_adapter(self) -> Counter[tuple[int, bool]]:
+        """Open requests by their adapter and whether the core has started them. Any thread."""
+        return Counter((stream.adapter, stream.clock.scheduled is not None) for stream in list(self._requests.values()))
 
     @property
     def waiting_since(self) -> int | None:

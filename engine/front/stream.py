@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from engine.adapters import NO_ADAPTER
 from engine.protocol import AbortReason, Output
 
 _ADDED = ("tokens", "logprobs", "prompt_logprobs", "cached", "accepted", "rejected")  # of outputs that pile up
@@ -29,9 +30,12 @@ class Stream:
     The reader sets `on_ready`, called in the writer's turn; the writer sets `aborted`.
     """
 
-    def __init__(self, request: int, abort: Callable[[int, AbortReason], None], clock: Clock) -> None:
+    def __init__(
+        self, request: int, abort: Callable[[int, AbortReason], None], clock: Clock, adapter: int = NO_ADAPTER
+    ) -> None:
         self.id = request
         self.clock = clock
+        self.adapter = adapter
         self._abort = abort
         self._piled: Output | None = None
         self._error: Exception | None = None

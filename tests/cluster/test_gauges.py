@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
@@ -29,7 +30,8 @@ def gauges(statuses: Sequence[RankStatus], waiting: int | None = None, up: bool 
     """Of a group of these records, whose core alone runs unless `up`, and a front with seven open requests."""
     running = [*[up] * (len(statuses) - 1), True]
     group = SimpleNamespace(status=lambda: statuses, running=lambda: running)
-    return read_gauges(group, SimpleNamespace(open=7, waiting_since=waiting))
+    front = SimpleNamespace(open=7, waiting_since=waiting, count_by_adapter=lambda: Counter({(1, True): 3, (-1, False): 4}))
+    return read_gauges(group, front, {"farm": 0, "sea": 1})
 
 
 def record(launched: int, finished: int, age_s: float, beat_s: float = 0.1) -> RankStatus:
@@ -54,6 +56,12 @@ def test_a_stall_is_time_owed(case: str) -> None:
     assert [process.rank for process in found] == ["0", "1", "core"]
     assert [process.stall_s for process in found] == pytest.approx(stalls)
     assert found[0].busy_s == pytest.approx(0.011)
+
+
+def test_requests_count_for_their_adapter() -> None:
+    """Each adapter that is served has a figure for both states; requests of the model itself count for none."""
+    found = {(of.adapter, of.state): of.requests for of in gauges(CASES["idle"][0]).adapters}
+    assert found == {("farm", "waiting"): 0, ("farm", "running"): 0, ("sea", "waiting"): 0, ("sea", "running"): 3}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,7 +1,9 @@
 """vLLM's names: the gateway's three gauges, the histograms and the counters, off the same figures as ours."""
 
 import math
+import time
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -9,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dashboards.aliases import aliases
 from dashboards.exporter import Exporter
 from dashboards.metrics import ENGINE
-from engine.events import EngineLoad, Event, RequestFinished, ScrapeGauges
+from engine.events import AdapterFigures, EngineLoad, Event, RequestFinished, ScrapeGauges
 from engine.rank_status import EncoderFigures
 from tests.support.engine.load_figures import load
 from tests.support.monitoring.exporter_fixture import ANSWERED, FACTS, MODEL, exporter_after, pools, scraped
@@ -68,6 +70,22 @@ def test_what_the_gateway_reads_is_there_once() -> None:
         assert at(samples, name) == value
         assert sum(found == f"vllm:{name}" for found, _ in samples) == 1
     assert at(samples, "cache_config_info", block_size="32", num_gpu_blocks="90") == 1
+
+
+def test_adapters_with_requests_are_named() -> None:
+    """By state, apart by commas, with the number of slots and the time; one that is gone is not named."""
+    exporter = exporter_after(*EVENTS, adapter_slots=4)
+    shown = []
+    both = ("a", "running", 2), ("a", "waiting", 1), ("b", "running", 1)
+    for adapters in (both, (("b", "running", 0), ("b", "waiting", 3)), ()):
+        exporter.read_gauges = partial(ScrapeGauges, adapters=tuple(AdapterFigures(*of) for of in adapters))
+        samples = [s for family in text_string_to_metric_families(scraped(exporter)) for s in family.samples]
+        info = [s for s in samples if s.name == "vllm:lora_requests_info"]
+        shown.append([(s.labels["max_lora"], s.labels["running_lora_adapters"], s.labels["waiting_lora_adapters"]) for s in info])
+        assert all(abs(s.value - time.time()) < 60 for s in info)
+        ours = {tuple(s.labels.values()) for s in samples if s.name == "quartet_adapter_requests"}
+        assert len(ours) == len(adapters)
+    assert shown == [[("4", "a,b", "a")], [("4", "", "b")], [("4", "", "")]]
 
 
 def test_counters_are_counters_with_vllms_names() -> None:

@@ -22,6 +22,7 @@ UNDRAWN = {
     "quartet_build_info",                    # read by a person
     "quartet_request_inference_time_seconds",    # prefill and decode are drawn apart
     "quartet_request_generation_tokens", "quartet_engine_step_tokens",    # for vLLM's boards
+    "quartet_adapter_requests", "quartet_adapter_slots",    # there are none where no adapters are served
     "quartet_key_requests_total",            # there are none where no keys are set
     "quartet_key_tokens_total",
 }  # fmt: skip

@@ -20,6 +20,7 @@ from dashboards.metrics import DISCOVERY_METRICS, ENGINE, OUTCOMES, TARGET_LABEL
 from dashboards.series import FastHistogram
 from engine.errors import ConfigError
 from engine.events import (
+    AdapterFigures,
     ConversationRequest,
     EngineFailed,
     EngineLoad,
@@ -151,6 +152,7 @@ def test_every_row_of_the_table_is_exposed_with_its_help_and_kind() -> None:
 SCRAPED = {
     "load": Load, "pools": PoolLoad, "draft_positions": DraftPosition, "draft_switches": DraftSwitches,
     "processes": ProcessFigures, "encoder": EncoderFigures, "gauges": ScrapeGauges, "facts": Facts,
+    "adapters": AdapterFigures,
 }  # fmt: skip
 EVENT_TYPES = {kind.__name__: kind for kind in (*get_args(Event), *get_args(Derived))}
 

@@ -269,7 +269,7 @@ def test_a_slow_reader_is_cut_off() -> None:
         await core.send(Output(id=stream.id, finish=FinishReason.abort))
         await delivered()
         assert client.open == 0
-        with pytest.raises(SlowReader, match="behind"):
+        with pytest.raises(SlowReader, match="unread"):
             await read(stream)
 
     assert run_story(story).aborted == 1

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from dashboards.aliases import CACHE_CONFIG, PREFIX, SUCCESS
+from dashboards.aliases import CACHE_CONFIG, LORA, PREFIX, SUCCESS
 from dashboards.metrics import CAUSES, DISCOVERY_METRICS, ENGINE, LABEL_VALUES, TARGET_LABELS, Metric
 from tests.support.repo_rules import ROOT
 
@@ -45,6 +45,7 @@ def reference() -> str:
     """The whole page."""
     shown = [(PREFIX + row.alias, row.name) for row in ENGINE if row.alias]
     shown += [(f"{SUCCESS}_total", "quartet_requests_total"), (CACHE_CONFIG, "quartet_kv_pages")]
+    shown.append((LORA, "quartet_adapter_requests"))
     aliases = _ALIASES + "".join(f"| `{alias}` | `{name}` |\n" for alias, name in shown)
     parts = [_HEAD, _section("A replica", ENGINE), _section("The discovery endpoint", DISCOVERY_METRICS), aliases, _buckets(ENGINE)]
     return "".join(parts)
