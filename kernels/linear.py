@@ -295,7 +295,8 @@ def _gemm(
         prefetch(of_b)
         if GATED:
             prefetch(of_b + M * ADAPTERS * RANK)
-        wait_for_x(begun, PDL)
+        if PDL:
+            wait_for_x(begun)
         of_row = tl.load(index + of_all, of_all < T, -1)
         rows_of_all = T
     else:

@@ -201,12 +201,11 @@ def _shrink_row(
 
 
 @triton.jit
-def wait_for_x(begun, PDL: constexpr):
+def wait_for_x(begun):
     """Waits until the kernels before `_shrink` have ended; what they wrote is visible then."""
-    if PDL:
+    state = tl.atomic_add(begun, 0, sem="acquire")
+    while state == 0:
         state = tl.atomic_add(begun, 0, sem="acquire")
-        while state == 0:
-            state = tl.atomic_add(begun, 0, sem="acquire")
 
 
 @triton.jit

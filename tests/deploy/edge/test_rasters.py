@@ -181,7 +181,7 @@ SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><image href
 )
 def test_what_is_no_image_is_refused(data: bytes) -> None:
     """Also formats that Pillow knows and we do not read, some of which run programs."""
-    with pytest.raises(InvalidRequest, match="none of JPEG"):
+    with pytest.raises(InvalidRequest, match="not one of JPEG"):
         prepare(data)
 
 
