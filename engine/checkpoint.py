@@ -42,8 +42,9 @@ def read_index(folder: Path) -> dict[str, str]:
         index = msgspec.convert(read_json(path).get("weight_map"), dict[str, str])
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path}: weight_map: {error}") from error
+    wrong = {shard for shard in set(index.values()) if Path(shard).name != shard or not shard.endswith(".safetensors")}
     for name, shard in index.items():
-        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+        if shard in wrong:
             raise CheckpointError(f"{path}: {name} is said to lie in {shard!r}, which is no safetensors file of the folder")
     return index
 

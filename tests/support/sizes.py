@@ -30,15 +30,15 @@ ROOMS = (
 # feature replaced. The goal of the product for the same features: 215 000 tokens, of them 90 000 of the engine.
 BOUNDS = {
     "engine/core": 22_916,
-    "engine/rank": 56_019,
-    "engine/front": 25_187,
-    "engine": 24_526,
-    "kernels": 71_481,
-    "cluster": 5_504,
+    "engine/rank": 56_022,
+    "engine/front": 25_258,
+    "engine": 24_573,
+    "kernels": 71_475,
+    "cluster": 5_583,
     "deploy/edge": 54_851,
-    "deploy": 22_896,
-    "dashboards": 5_608,
-    "tests": 601_323,
+    "deploy": 23_096,
+    "dashboards": 5_784,
+    "tests": 602_409,
 }
 _COUNTED = frozenset({tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

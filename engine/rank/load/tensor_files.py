@@ -65,13 +65,14 @@ def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Hea
     by_name: Headers = {}
     complaints, names = [], set()
     for path in sorted({folder / name for name in set(index.values())}) if index else [_only_shard(folder)]:
+        shard = path.name
         with opened(path, "np") as file:  # nothing is read, and torch is not needed
             for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)
                 view = file.get_slice(name)
                 header = TensorHeader(path, name, tuple(view.get_shape()), view.get_dtype())
                 names.add(name)
-                if index and index.get(name) != path.name:
-                    complaints.append(f"{name} lies in {path.name}, where the index does not say so")
+                if index and index.get(name) != shard:
+                    complaints.append(f"{name} lies in {shard}, where the index does not say so")
                 first = by_name.setdefault(tensors.published_name(_usual(name), geometry), header)
                 if first.name != name:
                     complaints.append(f"{first.name} and {name} are names of one tensor")
