@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from deploy.edge import uploads
 from deploy.edge.admission_control import ANSWERS_PER_CHOICE, AdmissionControl, AdmissionTicket
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.scope import client_address
@@ -282,8 +283,9 @@ def narrow(edges: Edges) -> Edge:
 @pytest.mark.alone
 @pytest.mark.parametrize("fault", [False, True])
 def test_a_body_that_has_no_room_is_refused_before_it_is_sent(narrow: Edge, fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One upload of a megabyte takes all bytes: the next gets a 429 by its head, with Retry-After, the first one still waits, and a
-    small body is served. Planted: bodies that count as they come."""
+    """One upload of a megabyte takes all bytes: the next, which may not wait for room, gets a 429 by its head, Retry-After, the
+    first one still waits, and a small body is served. Planted: bodies that count as they come."""
+    monkeypatch.setattr(uploads, "ROOM_S", 0.0)
     if fault:
         monkeypatch.setattr(Claim, "grow", lambda claim, size: None)
     narrow.reset()
