@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Sequence
+from typing import cast
 
 from engine.adapter_commands import AdapterCommand, CommandDone, decode_done, encode_command
 from engine.errors import CheckpointError, EngineDead
@@ -81,8 +82,7 @@ class _Link(asyncio.Protocol):
         self._frames = FrameReader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport), transport
-        self.transport = transport
+        self.transport = cast("asyncio.WriteTransport", transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         for message in self._frames.feed(data):
