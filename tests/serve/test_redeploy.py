@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.support.stack.death_probes import BODY
-from tests.support.stack.serve_process import Stack, serves_again, wait
+from tests.support.stack.serve_process import Stack, wait
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
@@ -57,7 +57,7 @@ def test_a_replica_that_cannot_boot_leaves_what_runs_or_a_clear_error(stack: Sta
     statuses, longest = probed(stack, 30)
     print(f"\n{dict(statuses)}, the longest took {longest:.2f} s; the replica stayed: {stack.find('ServeReplica') == before}")
     stack.redeploy(build="good")
-    back = serves_again(stack, BODY)
+    back = wait(lambda: stack.chat(BODY, 60).status_code == 200, 90, stack.said)
     wait(lambda: not set(before) & set(stack.find("ServeReplica")), 60, stack.said)
     assert stack.chat(BODY).status_code == 200
     print(f"served again after {back:.1f} s")
