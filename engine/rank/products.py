@@ -7,6 +7,8 @@ rows.
     AdaptedExchange  around one of these, where rows have adapters
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from kernels.sequence_parallel import GatheredRows, Pieces, SequenceParallel
 Peers = AllReduceInbox | SequenceParallel | None
 Part = Tensor | InboxPart | Pieces
 Rows = Activations | GatheredRows
-_PRODUCTS = 512  # of a forward that adapters change
+_WORDS = 512  # made at once: more than a forward has products, unless they are in pieces
 
 
 class Exchange:
@@ -150,7 +152,7 @@ class AdaptedExchange(Exchange):
         self._inner = inner
         self.parallel = inner.parallel
         self.adapters = adapters
-        self._words = iter(torch.zeros(_PRODUCTS, dtype=torch.int32, device=adapters.device).split(1))
+        self._words = words(adapters.device)
 
     def _added(self, weight: Weight, x: Activations, rows: Tensor | None = None) -> LowRank | None:
         """rows: the adapter of each row of x, if they are not all of the step's."""
@@ -206,6 +208,12 @@ class AdaptedExchange(Exchange):
     def of_rows(self, rows: Tensor) -> Exchange:
         assert self.adapters is not None
         return AdaptedExchange(self._inner.of_rows(rows), self.adapters[rows])
+
+
+def words(device: torch.device) -> Iterator[Tensor]:
+    """Endless int32 [1], each 0 and handed out once."""
+    while True:
+        yield from torch.zeros(_WORDS, dtype=torch.int32, device=device).split(1)
 
 
 def exchange_over(peers: Peers, parallel: Parallel, eps: float, adapters: Tensor | None = None) -> Exchange:
