@@ -152,7 +152,7 @@ class AdapterRegistry:
                     stream.on_ready = ready.set
                     await ready.wait()
                 output = stream.take()
-                assert output is not None, "nobody leaves the stream"
+                assert output is not None, "the reader has not left the stream"
                 prompt += b"".join(piece.words for piece in output.prompt_logprobs)
                 given += output.logprobs
         finally:

@@ -326,4 +326,4 @@ def _error_of(output: Output, said: str) -> QuartetError:
 
 
 def _unexpected(orders: AdapterOrders) -> None:
-    raise AssertionError(f"nobody carries out what the core wants of adapters: {orders}")
+    raise AssertionError(f"no handler for adapter orders: {orders}")

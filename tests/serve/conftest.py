@@ -4,16 +4,40 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
+import torch
 import transformers
 
 from deploy.models.resolve import resolve
+from engine.front.text import TextProcessor
 from tests.support.engine.adapters import Recipe, merge, write
 from tests.support.judge.oracle import load_oracle
 from tests.support.stack.serve_process import Stack
 
 QUESTION, WORD = "Which template?", "Another."  # what the template in the settings adds
 ADAPTERS = {"farm": Recipe(1, alpha=8.0), "sea/fish": Recipe(2, rank=16, alpha=16.0, targets="(q|k|v|o)_proj")}
+
+
+PROMPT, TOKENS = "How many sheep are there", 12
+
+
+@torch.no_grad()
+def greedy(model: transformers.PreTrainedModel, text: TextProcessor) -> str:
+    """Transformers' answer to PROMPT."""
+    ids = torch.tensor(text.encode(PROMPT, add_bos=True))
+    first = len(ids)
+    for _ in range(TOKENS):
+        ids = torch.cat([ids, model(ids[None]).logits[0, -1].argmax()[None]])
+    return text.decode(ids[first:].tolist(), skip_special_tokens=True)
+
+
+def answer_of(stack: Stack, name: str) -> tuple[str, str]:
+    """The name and the text of a stack's greedy answer to PROMPT."""
+    body = {"model": name, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60)
+    answer.raise_for_status()
+    return answer.json()["model"], answer.json()["choices"][0]["text"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
