@@ -113,7 +113,7 @@ def test_over_http_it_is_a_400_and_its_neighbours_are_served(edge: Edge, pool: S
     bad = threading.Thread(target=lambda: replies.append(edge.post(path, chat_body(response_format=form))))
     bad.start()
     assert edge.post(path, chat_body(response_format={"type": "json_object"})).status_code == 200
-    bad.join(20)
+    bad.join(60)
     assert error_of(replies[0], 400)["message"] == f"response_format: {LIMITS}"
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": MULTIPLE}}}}]
     assert edge.post(path, chat_body(tools=tools)).status_code == 200
