@@ -222,7 +222,7 @@ def documented_helm_lines() -> list[str]:
 
 
 def test_the_documented_commands_give_valid_manifests() -> None:
-    """Each `helm template` and `helm install` of the pages, as it stands, makes manifests that a cluster takes, by no edited file."""
+    """Each `helm template` and `helm install` of the pages, as it stands, makes manifests that a cluster takes."""
     assert len(documented_helm_lines()) == 3
     for line in documented_helm_lines():
         program, command, name, chart, *options = shlex.split(line)
