@@ -28,7 +28,7 @@ def check_host_of_nodes(host: str, nodes: int) -> None:
     if url_host(host) in LOOPBACK_NAMES:
         raise ConfigError(
             f"http_options.host: {host}: this cluster has {nodes} nodes, and a replica on loopback is reached from its own alone: "
-            "set 0.0.0.0, and keys, as anybody who reaches the port may use it (docs/deployment.md)"
+            "set 0.0.0.0, and keys, as anybody who reaches the port may use it (docs/cluster.md)"
         )
 
 

@@ -80,7 +80,7 @@ def node_notes(config: ServeConfig, http: ServeConfig, settings: Settings) -> It
     if config.get("proxy_location", "EveryNode") != "EveryNode":
         return
     if url_host(str(http.get("host", "127.0.0.1"))) in LOOPBACK_NAMES:
-        yield "http_options.host is on loopback: for one machine; a cluster of several is refused (docs/deployment.md)"
+        yield "http_options.host is on loopback: for one machine; a cluster of several is refused (docs/cluster.md)"
     if settings.metrics.host is not None and url_host(settings.metrics.host) in LOOPBACK_NAMES:
         yield f"metrics.host {settings.metrics.host}: Prometheus sees no replica of another machine than its own"
 

@@ -5,8 +5,10 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from tests.support.repo_rules import ROOT
 pytest.importorskip("helm_python", reason="needs the extra [artefacts]")
 pytest.importorskip("kubernetes_validate", reason="needs the extra [artefacts]")
 
-from helm_python import HelmError
+from helm_python import HelmError, parse_set_string
 from helm_python.chart import lint
 
 pytestmark = pytest.mark.artefacts
@@ -211,6 +213,28 @@ def test_the_chart_has_manifests_without_a_values_file() -> None:
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}
     report = lint(CHART, strict=True)
     assert [message for message in report["messages"] if message["severity"] > 1] == []
+
+
+def documented_helm_lines() -> list[str]:
+    """The commands of Helm in README.md and docs/kubernetes.md."""
+    texts = [(ROOT / path).read_text() for path in ("README.md", "docs/kubernetes.md")]
+    return [line for text in texts for line in re.findall(r"^helm .*$", text, re.MULTILINE)]
+
+
+def test_the_documented_commands_give_valid_manifests() -> None:
+    """Each `helm template` and `helm install` of the pages, as it stands, makes manifests that a cluster takes."""
+    assert len(documented_helm_lines()) == 3
+    for line in documented_helm_lines():
+        program, command, name, chart, *options = shlex.split(line)
+        assert (program, command in ("template", "install"), ROOT / chart) == ("helm", True, CHART)
+        assert set(options[::2]) <= {"--set"}
+        values = parse_set_string(",".join(options[1::2])) if options else {}
+        begun = time.monotonic()
+        rendered = render(name=name, **values)
+        assert [complaint for manifest in rendered.manifests for complaint in complaints(manifest)] == []
+        print(f"{line}: {len(rendered.manifests)} valid manifests after {time.monotonic() - begun:.2f} s")
+        (container,) = rendered.one("Deployment")["spec"]["template"]["spec"]["containers"]
+        assert container["image"].startswith("REGISTRY/quartet:" if options else "quartet:")
 
 
 def test_every_pod_has_time_to_finish_its_requests() -> None:

@@ -47,6 +47,19 @@ def test_boards_and_alerts_are_linked() -> None:
         assert path.resolve() == ROOT / "dashboards" / path.name
 
 
+def test_the_unit_lets_gpus_work() -> None:
+    """Nothing in the unit takes away devices, code made at run time or system calls, by name or by what it implies."""
+    unit = (ROOT / "deploy" / "systemd" / "quartet.service").read_text()
+
+    def keys(text: str) -> set[str]:
+        return set(re.findall(r"^(\w+)=", text, re.MULTILINE))
+
+    closing = {"DeviceAllow", "DevicePolicy", "MemoryDenyWriteExecute", "PrivateDevices", "ProtectClock", "SystemCallFilter"}
+    assert keys(unit) & closing == set()
+    assert keys(unit + "\nProtectClock=yes") & closing == {"ProtectClock"}
+    assert {"NoNewPrivileges", "ProtectSystem", "CapabilityBoundingSet"} <= keys(unit)
+
+
 def test_metrics_that_the_chart_scales_by_exist() -> None:
     """HorizontalPodAutoscaler and ScaledObject ask for metrics that replicas have."""
     asked = set(re.findall(r"quartet_\w+", (CHART / "templates" / "autoscaling.yaml").read_text()))

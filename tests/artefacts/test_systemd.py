@@ -96,10 +96,11 @@ def test_stop_lets_an_open_stream_end(log: dict[str, str]) -> None:
 
 
 def test_a_killed_launcher_comes_back(log: dict[str, str]) -> None:
-    """After `kill -9` it is started again, and serves within a boot's time."""
+    """After `kill -9` it is started again, and serves within the time of a boot and the second that systemd waits."""
     assert log["back_after_kill"] == "yes"
-    assert int(log["back_seconds"]) < 60
-    print(f"back after {log['back_seconds']} s")
+    boot_s, back_s = (int(log[name]) for name in ("boot_seconds", "back_seconds"))
+    print(f"boot {boot_s} s, back after {back_s} s")
+    assert back_s <= 1.25 * boot_s + 2  # whole seconds, and a machine that is not always equally busy
 
 
 def test_exit_code_2_stays_down(log: dict[str, str]) -> None:

@@ -9,7 +9,9 @@ stream() {
         http://127.0.0.1:8000/v1/chat/completions
 }
 
+begun=$SECONDS
 say start "$(systemctl start quartet && echo 0)"
+say boot_seconds "$((SECONDS - begun))"
 say answers_when_started "$(answers)"
 say user "$(ps -o user= -p "$(property MainPID)")"
 say status "$(property StatusText)"

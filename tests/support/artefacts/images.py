@@ -1,9 +1,12 @@
 """Builds the image by buildah, from Debian's packages alone: no registry of images is asked."""
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
+
+from tests.support.repo_rules import ROOT
 
 BASE = "localhost/debian:bookworm-slim"
 SLIM = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "man", "locale")]  # as debian:bookworm-slim is
@@ -18,11 +21,12 @@ def base_image(archive: Path) -> None:
 
 
 def build(name: str, context: Path) -> str:
-    """Builds the image of a checkout, and returns its name. QUARTET_BUILD_OPTIONS has further options of `buildah build`, such as
-    PIP_FIND_LINKS with torch's wheels for CPUs, and volumes with pip's configuration."""
+    """Builds the image of a checkout by the README's command, and returns its name. QUARTET_BUILD_OPTIONS has further options of
+    `buildah build`, such as PIP_FIND_LINKS with torch's wheels for CPUs, and volumes with pip's configuration."""
+    (line,) = re.findall(r"^docker build (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     command = ["buildah", "build", "--layers", "--format", "docker", "--network", "host", "--tag", name]
     command += ["--build-arg", f"BASE={BASE}"]
     command += shlex.split(os.environ.get("QUARTET_BUILD_OPTIONS", ""))
-    command += ["--file", str(context / "deploy" / "image" / "Dockerfile"), str(context)]
-    subprocess.run(command, check=True, env={**os.environ, "BUILDAH_ISOLATION": "chroot"}, timeout=1800)
+    command += shlex.split(line)
+    subprocess.run(command, check=True, cwd=context, env={**os.environ, "BUILDAH_ISOLATION": "chroot"}, timeout=1800)
     return name

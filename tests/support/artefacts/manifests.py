@@ -35,9 +35,9 @@ class Rendered(NamedTuple):
         return [manifest for manifest in self.manifests if manifest["kind"] == kind]
 
 
-def render(**values: Any) -> Rendered:
+def render(name: str = RELEASE, **values: Any) -> Rendered:
     """Renders the chart with these values instead of its own. HelmError: the schema or a template refuses them."""
-    texts = _chart().render(values, name=RELEASE, namespace=NAMESPACE)
+    texts = _chart().render(values, name=name, namespace=NAMESPACE)
     notes = texts.pop("quartet/templates/NOTES.txt")
     documents = [document for text in texts.values() for document in yaml.load_all(text, yaml.CSafeLoader)]
     return Rendered([document for document in documents if document is not None], notes)
