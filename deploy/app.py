@@ -26,17 +26,17 @@ from cluster.group import Group
 from cluster.health import Death, Watcher
 from dashboards.exporter import Exporter, Facts
 from deploy import environment, ray_private
-from deploy.edge.freed_memory import keep_large_blocks_apart
-from deploy.edge.grammar_process import complaint
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.keys.replica_quotas import ReplicaQuotas
 from deploy.edge.media.media_preparer import MediaPreparer
 from deploy.edge.observe import logs
 from deploy.edge.observe.spans import tracer
+from deploy.edge.processes.freed_memory import keep_large_blocks_apart
+from deploy.edge.processes.grammar_process import complaint
+from deploy.edge.processes.side_pool import SidePool
 from deploy.edge.routes import create_app
-from deploy.edge.service import Service
 from deploy.edge.service_settings import Defaults, ServiceSettings, audio_row_samples, media_kinds
-from deploy.edge.side_pool import SidePool
+from deploy.edge.serving.service import Service
 from deploy.models.fingerprint import fingerprint
 from deploy.nodes import check_host_of_nodes, check_nodes, gpus_of, replica_resources
 from deploy.placement import check_model, place
@@ -94,7 +94,7 @@ def deployment_options(settings: Settings) -> ServeConfig:
 
 def read_text(folder: Path, template: Path | None) -> tuple[TextProcessor, GrammarCheck]:
     text = TextProcessor.load(folder, template)
-    pool = SidePool("deploy.edge.grammar_process", str(folder.absolute()))
+    pool = SidePool("deploy.edge.processes.grammar_process", str(folder.absolute()))
     pool.start()
     return text, GrammarCheck(partial(complaint, pool))
 

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from deploy import ray_private
-from deploy.edge import http_protocol, limits
+from deploy.edge.guards import http_protocol, limits
 
 _LOST = ("UNHEALTHY", "DEPLOY_FAILED")
 

@@ -1,4 +1,4 @@
-"""Every error that Quartet raises on purpose. Only `deploy/edge/http_errors.py` decides status
+"""Every error that Quartet raises on purpose. Only `deploy/edge/http/http_errors.py` decides status
 codes.
 
     QuartetError

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 
 from starlette.types import Scope
 
-from deploy.edge.adapter_requests import LOAD_ADAPTER, UNLOAD_ADAPTER
+from deploy.edge.adapters.adapter_requests import LOAD_ADAPTER, UNLOAD_ADAPTER
 from deploy.edge.anthropic.messages_api import COUNT_TOKENS, MESSAGES_API
-from deploy.edge.api import HttpEndpoint, Right
 from deploy.edge.edge_settings import MODELS
-from deploy.edge.error_response import OPENAI_ERROR, ErrorShape
+from deploy.edge.http.endpoint import HttpEndpoint, Right
+from deploy.edge.http.error_response import OPENAI_ERROR, ErrorShape
 from deploy.edge.native.generate_api import GENERATE
 from deploy.edge.native.tokenization import DETOKENIZE, TOKENIZE
 from deploy.edge.openai.openai_apis import CHAT, COMPLETIONS, RESPONSES

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from deploy.edge.key_types import INT32_MAX
+from deploy.edge.bodies.key_types import INT32_MAX
 from engine.config import Duration
 from engine.protocol import FrozenStruct
 

@@ -16,22 +16,22 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
-from deploy.edge.absent_routes import why_absent
-from deploy.edge.access_log import AccessLog
-from deploy.edge.adapter_requests import LOAD_ADAPTER, LOAD_READER, UNLOAD_ADAPTER, UNLOAD_READER
+from deploy.edge.adapters.adapter_requests import LOAD_ADAPTER, LOAD_READER, UNLOAD_ADAPTER, UNLOAD_READER
 from deploy.edge.admission_control import AdmissionTicket
-from deploy.edge.answer import CompletionResponse
-from deploy.edge.api import GenerationApi, TokenApi
+from deploy.edge.answers.response_format import JSON, ResponseFormat
 from deploy.edge.apis import GENERATION_APIS, METRICS_PATH, TOKEN_APIS, error_shape_of
-from deploy.edge.ask import Ask, ChatPrompt
-from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, JsonResponse, plain_error, refusal
-from deploy.edge.http_errors import NO_RETRY, DeadlineExceeded, ForeignHost, WrongMediaType
-from deploy.edge.key_gate import check_key
-from deploy.edge.limits import Limits, with_cors
+from deploy.edge.guards.access_log import AccessLog
+from deploy.edge.guards.key_gate import check_key
+from deploy.edge.guards.limits import Limits, with_cors
+from deploy.edge.http.absent_routes import why_absent
+from deploy.edge.http.error_response import OPENAI_ERROR, ErrorShape, JsonResponse, plain_error, refusal
+from deploy.edge.http.http_errors import NO_RETRY, DeadlineExceeded, ForeignHost, WrongMediaType
+from deploy.edge.http.scope import CLAIM, client_name, is_from_loopback
 from deploy.edge.observe.record import record_of
-from deploy.edge.response_format import JSON, ResponseFormat
-from deploy.edge.scope import CLAIM, client_name, is_from_loopback
-from deploy.edge.service import Service
+from deploy.edge.requests.ask import Ask, ChatPrompt
+from deploy.edge.serving.answer import CompletionResponse
+from deploy.edge.serving.api import GenerationApi, TokenApi
+from deploy.edge.serving.service import Service
 from engine.errors import ModelNotFound, QuartetError
 from engine.protocol import JsonObject
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from deploy.edge.scope import client_address
+from deploy.edge.http.scope import client_address
 from deploy.environment import WRAPPER, haproxy_binary
 from deploy.haproxy_status import routed
 from engine.errors import EngineDead, Overloaded

@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from deploy.edge.adapter_registry import AdapterRegistry
+from deploy.edge.adapters.adapter_registry import AdapterRegistry
 from engine.config import EngineConfig, engine_config
 from engine.errors import InvalidRequest, ModelNotFound
 from engine.front.client import EngineClient

@@ -188,13 +188,13 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("required-call-may-be-several", "engine/front/test_grammar.py deploy/edge/test_reply_forms.py",
          "1 if self.choice.one else None", "None"),
     ),
-    "deploy/edge/answer.py": (
+    "deploy/edge/serving/answer.py": (
         ("cached-tokens-of-choices-are-the-most", "deploy/edge/test_api.py", "sum(min(cached[", "sum(max(cached["),
         ("slow-client-is-waited-for", "deploy/edge/test_streams.py",
          'await bounded(send({"type": "http.response.body", "body": body, "more_body": more}), timeout_s)',
          'await send({"type": "http.response.body", "body": body, "more_body": more})'),
     ),
-    "deploy/edge/job_builder.py": (
+    "deploy/edge/jobs/job_builder.py": (
         ("choices-share-noise", "deploy/edge/test_api.py", "[(first ^ (_MIX * choice))", "[(first + choice)"),
         ("ignore-eos-is-ignored", "deploy/edge/test_api.py",
          "() if sampling.ignore_eos else self.text.eos_ids", "self.text.eos_ids"),
@@ -205,7 +205,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("greedy-checkpoint-samples", "deploy/edge/test_validation.py deploy/edge/test_api.py",
          'if config.get("do_sample") is False:', "if False:"),
     ),
-    "deploy/edge/service.py": (
+    "deploy/edge/serving/service.py": (
         ("holders-of-keys-share-a-cache", "deploy/edge/test_sharing.py deploy/edge/test_keys.py",
          'hexdigest() if isolated else ""', 'hexdigest() if False else ""'),
     ),
@@ -219,7 +219,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("open-answers-unbounded", "deploy/edge/test_admission.py",
          "if self._open_answers + answers > ANSWERS_PER_CHOICE * self.choices:", "if False:"),
     ),
-    "deploy/edge/uploads.py": (
+    "deploy/edge/guards/uploads.py": (
         ("body-may-be-any-size", "deploy/edge/test_limits.py", "if len(upload.body) > self.limits.body_bytes:", "if False:"),
         ("media-take-the-room-of-text", "deploy/edge/test_limits.py",
          "self._hold(self._uploads.media if size > TEXT_BYTES", "self._hold(self._uploads.texts if size > TEXT_BYTES"),
@@ -231,7 +231,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "if self._held[client] + amount > self.most - self._total:", "if amount > self.most - self._total:"),
         ("last-place-is-anybodys", "engine/front/test_turns.py", "if free < 1 or is_kept:", "if free < 1:"),
     ),
-    "deploy/edge/limits.py": (
+    "deploy/edge/guards/limits.py": (
         ("any-host-is-ours", "deploy/edge/test_browsers.py",
          "if limits.hosts is not None and match[1].decode().lower() not in map(str.lower, limits.hosts):", "if False:"),
         ("clients-steer-the-deadline", "deploy/edge/test_limits.py", "if name.lower() not in STRIPPED_HEADERS", "if True"),
@@ -244,13 +244,13 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("keys-read-again-are-fresh", "deploy/edge/test_keys.py",
          "self._here.get(holder) or Allowance(quota)", "Allowance(quota)"),
     ),
-    "deploy/edge/key_gate.py": (
+    "deploy/edge/guards/key_gate.py": (
         ("any-key-has-all-rights", "deploy/edge/test_keys.py", 'elif endpoint.right not in {"open", *key.rights}:', "elif False:"),
     ),
     "deploy/edge/keys/quotas.py": (
         ("quota-fills-by-the-second", "deploy/edge/test_quotas.py", "MINUTE = 60.0", "MINUTE = 1.0"),
     ),
-    "deploy/edge/error_response.py": (
+    "deploy/edge/http/error_response.py": (
         ("overload-does-not-say-when", "deploy/edge/test_admission.py deploy/edge/test_api.py",
          'headers["retry-after"] = str(error.retry_after_s)', "pass"),
     ),
@@ -379,7 +379,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "deploy/edge/routes.py": (
         ("choices-share-media-bytes", "deploy/edge/test_images.py", "choices * sum(len(", "sum(len("),
     ),
-    "deploy/edge/raw_json.py": (
+    "deploy/edge/bodies/raw_json.py": (
         ("small-values-of-any-size", "deploy/edge/test_body_bounds.py deploy/edge/test_validation.py",
          "if len(memoryview(given)) > most:", "if False:"),
         ("marks-of-media-unbounded", "deploy/edge/test_body_bounds.py", "if marks > _MEDIA_MARKS:", "if False:"),
@@ -388,7 +388,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("queued-prompts-are-paid", "deploy/edge/test_body_bounds.py",
          "if all(clock.scheduled is None for clock in self.clocks):", "if not self.clocks:"),
     ),
-    "deploy/edge/side_process.py": (
+    "deploy/edge/processes/side_process.py": (
         ("side-process-takes-any-time", "deploy/edge/test_body_bounds.py",
          "resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))", "pass"),
         ("side-process-takes-any-memory", "deploy/edge/test_body_bounds.py",
@@ -421,7 +421,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("pictures-have-any-side", "engine/test_media_items.py", "or height % SIDE or width % SIDE or", "or"),
         ("pictures-have-any-length", "engine/test_media_items.py", "max(height, width) > SIDE * self.longest or ", ""),
     ),
-    "deploy/edge/form_reader.py": (
+    "deploy/edge/bodies/form_reader.py": (
         ("cut-form-is-whole", "deploy/edge/test_body_bounds.py", 'if not end.startswith(b"--"):', "if False:"),
     ),
 }  # fmt: skip

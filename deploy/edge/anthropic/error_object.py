@@ -4,8 +4,8 @@ The client's tool runner asks for a stored `thread`; `details` refuses it in wor
 continue.
 """
 
-from deploy.edge.error_response import ErrorShape
-from deploy.edge.scope import REQUEST_ID
+from deploy.edge.http.error_response import ErrorShape
+from deploy.edge.http.scope import REQUEST_ID
 from engine.protocol import JsonObject
 
 # status -> the type that Anthropic gives it; other 4xx are invalid requests, other 5xx faults of the server

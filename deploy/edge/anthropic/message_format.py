@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from deploy.edge.answers.blocks import BlockFormat, encode, event
+from deploy.edge.answers.response_format import ServedModel, Usage
 from deploy.edge.anthropic.error_object import ANTHROPIC_ERROR
 from deploy.edge.anthropic.message_request import MessagesRequest
-from deploy.edge.blocks import BlockFormat, encode, event
-from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
 from engine.front.generation import ReplyBlock
 from engine.front.value_schema import json_kind

@@ -13,22 +13,8 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from deploy.edge.answer_form import form_of
-from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall, Sampling, Text, without_empty_turns
-from deploy.edge.body_reader import AbsentKeys, BodyReader
-from deploy.edge.common_keys import (
-    MESSAGES,
-    PARTS,
-    TOOLS,
-    StopTexts,
-    TextForm,
-    check_bounds,
-    content_of,
-    declared_function,
-    media_part,
-    text_part,
-)
-from deploy.edge.key_types import (
+from deploy.edge.bodies.body_reader import AbsentKeys, BodyReader
+from deploy.edge.bodies.key_types import (
     Count,
     Kind,
     ModelName,
@@ -41,7 +27,21 @@ from deploy.edge.key_types import (
     one_of,
     shown_as,
 )
-from deploy.edge.raw_json import ListReader, invalid, not_null
+from deploy.edge.bodies.raw_json import ListReader, invalid, not_null
+from deploy.edge.requests.answer_form import form_of
+from deploy.edge.requests.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall, Sampling, Text, without_empty_turns
+from deploy.edge.requests.common_keys import (
+    MESSAGES,
+    PARTS,
+    TOOLS,
+    StopTexts,
+    TextForm,
+    check_bounds,
+    content_of,
+    declared_function,
+    media_part,
+    text_part,
+)
 from engine.front.constraints import ToolChoice
 from engine.protocol import FrozenStruct
 

@@ -3,8 +3,8 @@
 from deploy.edge.anthropic.error_object import ANTHROPIC_ERROR
 from deploy.edge.anthropic.message_format import MessageFormat
 from deploy.edge.anthropic.message_request import COUNT_READER, MESSAGES_READER, ClientTool, CountRequest, Turn
-from deploy.edge.api import GenerationApi, TokenApi
-from deploy.edge.service import Service
+from deploy.edge.serving.api import GenerationApi, TokenApi
+from deploy.edge.serving.service import Service
 
 
 async def _count(service: Service, request: CountRequest, client: str) -> dict[str, int]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from time import monotonic
 
-from deploy.edge.http_errors import QuotaExceeded
+from deploy.edge.http.http_errors import QuotaExceeded
 from deploy.edge.keys.key_file import Quota
 
 MINUTE = 60.0

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from deploy.edge.http_errors import QuotaExceeded
+from deploy.edge.http.http_errors import QuotaExceeded
 from deploy.edge.keys.key_file import Quota
 from deploy.edge.keys.quotas import Allowance, QuotaGrant
 from deploy.edge.keys.shared_use import Beat, OpenRequest, Refusal

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from deploy.edge.http_errors import QuotaExceeded
+from deploy.edge.http.http_errors import QuotaExceeded
 from deploy.edge.keys.key_file import MAX_KEYS, Quota
 from deploy.edge.keys.quotas import Allowance, QuotaGrant
 

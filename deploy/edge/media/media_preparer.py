@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import msgspec
 
-from deploy.edge.ask import ChatPrompt, Media
+from deploy.edge.bodies.raw_json import invalid
 from deploy.edge.media.tasks import CPU_S, REQUEST_CPU_S, DecodeTask, Prepared, digest_of, fetch, prepare
-from deploy.edge.raw_json import invalid
+from deploy.edge.processes.side_pool import SidePool
+from deploy.edge.requests.ask import ChatPrompt, Media
 from deploy.edge.service_settings import ServiceSettings
-from deploy.edge.side_pool import SidePool
 from engine.errors import InvalidRequest
 from engine.front.text import TextProcessor
 from engine.front.turns import Turns

@@ -17,7 +17,7 @@ from deploy.edge.media.fetching import fetched
 from deploy.edge.media.rasters import CELL, prepare_image, resized
 from deploy.edge.media.tasks import FRAMES_TYPE, LENGTH, MEMORY_BYTES, NICENESS, DecodeTask, Fetched, Prepared, decode_task, encode
 from deploy.edge.media.videos import prepare_video
-from deploy.edge.side_process import begin, fork_for_each
+from deploy.edge.processes.side_process import begin, fork_for_each
 from engine.errors import InvalidRequest
 from engine.protocol import MediaKind
 

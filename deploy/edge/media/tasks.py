@@ -11,7 +11,7 @@ from typing import TypeVar, get_args
 import msgspec
 
 from deploy.edge.edge_settings import MediaSettings, SoftTokens
-from deploy.edge.side_pool import SidePool
+from deploy.edge.processes.side_pool import SidePool
 from engine.errors import InvalidRequest
 from engine.protocol import FrozenStruct, MediaKind
 

@@ -10,15 +10,15 @@ import secrets
 import msgspec
 from msgspec import UNSET, Raw
 
-from deploy.edge.api import GenerationApi
-from deploy.edge.ask import Ask, RawPrompts
-from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.key_types import Count, Name, Natural, Priority, RawIds, RawObject, Seed
+from deploy.edge.answers.response_format import OneChoice, ServedModel, Usage
+from deploy.edge.bodies.body_reader import BodyReader, unsupported
+from deploy.edge.bodies.key_types import Count, Name, Natural, Priority, RawIds, RawObject, Seed
+from deploy.edge.bodies.raw_json import invalid, not_null, read_small, token_ids
 from deploy.edge.openai.absent_keys import COMMON
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.schemas import PROMPT_IDS, SamplingKeys
-from deploy.edge.raw_json import invalid, not_null, read_small, token_ids
-from deploy.edge.response_format import OneChoice, ServedModel, Usage
+from deploy.edge.requests.ask import Ask, RawPrompts
+from deploy.edge.serving.api import GenerationApi
 from engine.front.generation import Delta
 from engine.protocol import FrozenStruct, JsonObject
 

@@ -7,15 +7,15 @@ from typing import Annotated
 
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from deploy.edge.api import TokenApi
-from deploy.edge.ask import ChatPrompt
-from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.common_keys import Effort, RawTools, ThinkingSwitch
-from deploy.edge.key_types import ID, ModelName, array, shown_as
+from deploy.edge.bodies.body_reader import BodyReader, unsupported
+from deploy.edge.bodies.key_types import ID, ModelName, array, shown_as
+from deploy.edge.bodies.raw_json import invalid, not_null, token_ids
 from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, ProcessorKeys, TemplateSwitches, read_chat
 from deploy.edge.openai.schemas import PROMPT_IDS
-from deploy.edge.raw_json import invalid, not_null, token_ids
-from deploy.edge.service import Service
+from deploy.edge.requests.ask import ChatPrompt
+from deploy.edge.requests.common_keys import Effort, RawTools, ThinkingSwitch
+from deploy.edge.serving.api import TokenApi
+from deploy.edge.serving.service import Service
 from engine.protocol import FrozenStruct, JsonObject
 
 _ABSENT = {"continue_final_message": (False,), "chat_template": ("",)}

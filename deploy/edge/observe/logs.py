@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from deploy.edge.edge_settings import LogSettings
-from deploy.edge.scope import REQUEST_ID
+from deploy.edge.http.scope import REQUEST_ID
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PACKAGES = ("cluster", "dashboards", "deploy", "engine", "opentelemetry")

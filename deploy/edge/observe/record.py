@@ -11,9 +11,9 @@ from msgspec import Struct
 from starlette.types import Scope, Send
 
 from deploy.edge.admission_control import AdmissionTicket
-from deploy.edge.http_errors import DeadlineExceeded, code_of
+from deploy.edge.http.http_errors import DeadlineExceeded, code_of
+from deploy.edge.http.scope import RECORD
 from deploy.edge.keys.replica_quotas import RequestGrant
-from deploy.edge.scope import RECORD
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError, SlowReader
 from engine.front.stream import Clock
 from engine.protocol import JsonObject

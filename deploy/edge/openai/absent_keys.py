@@ -3,7 +3,7 @@
 Sources: OpenAI's API reference; the request types of vLLM 0.11 and SGLang 0.5.
 """
 
-from deploy.edge.body_reader import AbsentKeys
+from deploy.edge.bodies.body_reader import AbsentKeys
 
 _EMPTY: tuple[object, ...] = ("", [], {})
 _SWITCHES = ("use_beam_search", "early_stopping", "include_stop_str_in_output", "no_stop_trim", "return_token_ids",

@@ -5,8 +5,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, to_builtins
 
-from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
-from deploy.edge.common_keys import (
+from deploy.edge.bodies.key_types import Kind, Name, RawTextOrObject, array, component, one_of
+from deploy.edge.bodies.raw_json import ANYTHING, ListReader, decode, invalid, not_null
+from deploy.edge.edge_settings import SoftTokens
+from deploy.edge.requests.ask import ChatMessage, ChatPrompt, Part, PastCall
+from deploy.edge.requests.common_keys import (
     MESSAGES,
     PARTS,
     TOOLS,
@@ -15,9 +18,6 @@ from deploy.edge.common_keys import (
     said_thinking,
     text_part,
 )
-from deploy.edge.edge_settings import SoftTokens
-from deploy.edge.key_types import Kind, Name, RawTextOrObject, array, component, one_of
-from deploy.edge.raw_json import ANYTHING, ListReader, decode, invalid, not_null
 from engine.protocol import FrozenStruct, JsonObject, MediaKind
 
 MESSAGES_SCHEMA = array(component("Message"), minItems=1, maxItems=MESSAGES)

@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from deploy.edge.error_response import OPENAI_ERROR
-from deploy.edge.response_format import Usage
+from deploy.edge.answers.response_format import Usage
+from deploy.edge.http.error_response import OPENAI_ERROR
 from engine.errors import QuartetError
 
 DONE = b"data: [DONE]\n\n"

@@ -13,9 +13,9 @@ from typing import ClassVar
 
 import msgspec
 
+from deploy.edge.answers.response_format import JSON, ServedModel, Usage
 from deploy.edge.openai.data_events import DONE, DataEvents
 from deploy.edge.openai.schemas import CompletionKeys
-from deploy.edge.response_format import JSON, ServedModel, Usage
 from engine.front.generation import Choice, Delta
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart
 from engine.front.text import Detokenizer

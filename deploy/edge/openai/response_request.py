@@ -18,10 +18,26 @@ from typing import Annotated, Any, TypeVar
 
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from deploy.edge.answer_form import form_of
-from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall, without_empty_turns
-from deploy.edge.body_reader import AbsentKeys, BodyReader
-from deploy.edge.common_keys import (
+from deploy.edge.bodies.body_reader import AbsentKeys, BodyReader
+from deploy.edge.bodies.key_types import (
+    STRING,
+    Count,
+    Kind,
+    ModelName,
+    Name,
+    RawObject,
+    RawToolChoice,
+    array,
+    component,
+    shown_as,
+)
+from deploy.edge.bodies.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null, read_text
+from deploy.edge.openai.chat_turns import Content, content_parts
+from deploy.edge.openai.schemas import chat_keys_without
+from deploy.edge.openai.tool_choice import tool_choice
+from deploy.edge.requests.answer_form import form_of
+from deploy.edge.requests.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall, without_empty_turns
+from deploy.edge.requests.common_keys import (
     MESSAGES,
     TOOLS,
     CommonSamplingKeys,
@@ -34,22 +50,6 @@ from deploy.edge.common_keys import (
     declared_function,
     said_thinking,
 )
-from deploy.edge.key_types import (
-    STRING,
-    Count,
-    Kind,
-    ModelName,
-    Name,
-    RawObject,
-    RawToolChoice,
-    array,
-    component,
-    shown_as,
-)
-from deploy.edge.openai.chat_turns import Content, content_parts
-from deploy.edge.openai.schemas import chat_keys_without
-from deploy.edge.openai.tool_choice import tool_choice
-from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null, read_text
 from engine.protocol import FrozenStruct
 
 ENCRYPTED = "reasoning.encrypted_content"

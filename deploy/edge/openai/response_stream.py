@@ -15,12 +15,12 @@ from itertools import count, groupby
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from deploy.edge.blocks import BlockFormat, encode, event
-from deploy.edge.error_response import message_of
-from deploy.edge.http_errors import status_of
+from deploy.edge.answers.blocks import BlockFormat, encode, event
+from deploy.edge.answers.response_format import ServedModel, Usage
+from deploy.edge.bodies.raw_json import copied
+from deploy.edge.http.error_response import message_of
+from deploy.edge.http.http_errors import status_of
 from deploy.edge.openai.response_request import DeclaredTool, OfferedFunction, ResponsesRequest, encrypted_content_of
-from deploy.edge.raw_json import copied
-from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
 from engine.front.generation import ReplyBlock
 from engine.front.value_schema import json_kind

@@ -9,11 +9,8 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Raw, Struct
 from msgspec.structs import replace
 
-from deploy.edge.answer_form import KEYS, form_of
-from deploy.edge.ask import Ask, ChatPrompt, RawPrompts
-from deploy.edge.body_reader import AbsentKeys, BodyReader, unsupported
-from deploy.edge.common_keys import CommonSamplingKeys, Effort, RawTools, ShortText, ThinkingSwitch
-from deploy.edge.key_types import (
+from deploy.edge.bodies.body_reader import AbsentKeys, BodyReader, unsupported
+from deploy.edge.bodies.key_types import (
     IDS,
     STRING,
     STRINGS,
@@ -31,10 +28,13 @@ from deploy.edge.key_types import (
     array,
     shown_as,
 )
+from deploy.edge.bodies.raw_json import ListReader, check_commas, first_characters, invalid, not_null, read_text, token_ids
 from deploy.edge.openai import absent_keys
 from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, ProcessorKeys, TemplateSwitches, read_chat
 from deploy.edge.openai.tool_choice import tool_choice
-from deploy.edge.raw_json import ListReader, check_commas, first_characters, invalid, not_null, read_text, token_ids
+from deploy.edge.requests.answer_form import KEYS, form_of
+from deploy.edge.requests.ask import Ask, ChatPrompt, RawPrompts
+from deploy.edge.requests.common_keys import CommonSamplingKeys, Effort, RawTools, ShortText, ThinkingSwitch
 from engine.logit_adjustments import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 from engine.protocol import FrozenStruct
 

@@ -5,7 +5,7 @@ The Responses API writes the contents of `function` and `allowed_tools` one leve
 
 from typing import Any
 
-from deploy.edge.raw_json import ANYTHING, Json, invalid, read_small
+from deploy.edge.bodies.raw_json import ANYTHING, Json, invalid, read_small
 from engine.front.constraints import ToolChoice
 
 _MAX_BYTES = 64 << 10

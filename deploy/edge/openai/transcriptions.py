@@ -10,14 +10,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from deploy.edge import key_types as kt
-from deploy.edge.api import GenerationApi
-from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Media, Part, Text
-from deploy.edge.common_keys import CommonSamplingKeys
-from deploy.edge.form_reader import MEDIA_TYPE, FormReader
+from deploy.edge.answers.response_format import OneChoice, ServedModel, Usage
+from deploy.edge.bodies import key_types as kt
+from deploy.edge.bodies.form_reader import MEDIA_TYPE, FormReader
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.forms import text_of
-from deploy.edge.response_format import OneChoice, ServedModel, Usage
+from deploy.edge.requests.ask import Ask, ChatMessage, ChatPrompt, Media, Part, Text
+from deploy.edge.requests.common_keys import CommonSamplingKeys
+from deploy.edge.serving.api import GenerationApi
 from engine.front.generation import Delta
 from engine.protocol import JsonObject
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deploy.edge.body_reader import BodyReader
+from deploy.edge.bodies.body_reader import BodyReader
 from deploy.edge.openai.absent_keys import CHAT, COMPLETION
 from deploy.edge.openai.schemas import CHAT_READER, COMPLETION_READER, ChatRequest, CompletionKeys, CompletionRequest
 from engine.errors import InvalidRequest

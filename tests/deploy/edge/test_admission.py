@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.edge import uploads
 from deploy.edge.admission_control import ANSWERS_PER_CHOICE, AdmissionControl, AdmissionTicket
 from deploy.edge.edge_settings import LimitSettings
-from deploy.edge.scope import client_address
-from deploy.edge.uploads import Claim
+from deploy.edge.guards import uploads
+from deploy.edge.guards.uploads import Claim
+from deploy.edge.http.scope import client_address
 from engine.errors import Overloaded
 from engine.front.stream import Clock
 from engine.protocol import Output

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from deploy.edge.answers.response_format import JSON
 from deploy.edge.anthropic.message_request import COUNT_READER, MESSAGES_READER
 from deploy.edge.apis import GENERATION_APIS
-from deploy.edge.ask import AnswerForm, Ask, ChatMessage, ChatPrompt, PastCall, RawPrompts, Sampling, Text
 from deploy.edge.openai.response_request import encrypted_content_of
-from deploy.edge.response_format import JSON
+from deploy.edge.requests.ask import AnswerForm, Ask, ChatMessage, ChatPrompt, PastCall, RawPrompts, Sampling, Text
 from engine.errors import InvalidRequest
 from engine.front.constraints import ToolChoice
 from engine.front.grammar import json_answer

@@ -7,8 +7,8 @@ import sys
 import pytest
 from msgspec import UNSET, Raw
 
-from deploy.edge import raw_json
-from deploy.edge.form_reader import _fields
+from deploy.edge.bodies import raw_json
+from deploy.edge.bodies.form_reader import _fields
 from deploy.edge.observe.record import RequestRecord
 from engine.errors import InvalidRequest
 from engine.front.stream import Clock
@@ -73,7 +73,7 @@ def test_a_side_process_bounds_itself() -> None:
     """CPU, memory and core files, before it says that it has the task. Without `begin` they are not bound so."""
     code = (
         "import resource, socket\n"
-        "from deploy.edge.side_process import begin\n"
+        "from deploy.edge.processes.side_process import begin\n"
         "one, other = socket.socketpair()\n"
         "begin(one, 7, 64 << 20)\n"
         "print(other.recv(1), *(resource.getrlimit(which)[0] for which in"

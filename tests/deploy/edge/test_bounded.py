@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from deploy.edge.bounded import bounded
+from deploy.edge.http.bounded import bounded
 
 pytestmark = pytest.mark.pure
 

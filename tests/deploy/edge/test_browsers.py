@@ -9,9 +9,9 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from deploy.edge.edge_settings import LIMITS_VARIABLE, LimitSettings, guard_limits
-from deploy.edge.error_response import JsonResponse
-from deploy.edge.limits import outermost
-from deploy.edge.scope import is_from_loopback
+from deploy.edge.guards.limits import outermost
+from deploy.edge.http.error_response import JsonResponse
+from deploy.edge.http.scope import is_from_loopback
 from tests.support.edge.api_client import chat_body, error_of
 from tests.support.edge.http_edge import Edge, Edges, asgi_server
 

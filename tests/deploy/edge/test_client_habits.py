@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from deploy.edge import answer
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.openai.response_request import RESPONSES_READER
 from deploy.edge.openai.schemas import CHAT_READER, COMPLETION_READER
+from deploy.edge.serving import answer
 from engine.errors import InvalidRequest
 from engine.front.grammar_check import QUEUE_S
 from tests.support.edge.api_client import error_of, user

@@ -12,7 +12,7 @@ import pytest
 
 from deploy.edge.media import fetching
 from deploy.edge.media.tasks import DecodeTask, fetch, prepare
-from deploy.edge.side_pool import SidePool
+from deploy.edge.processes.side_pool import SidePool
 from engine.errors import InvalidRequest
 
 pytestmark = pytest.mark.pure

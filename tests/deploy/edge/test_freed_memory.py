@@ -11,7 +11,7 @@ pytestmark = pytest.mark.pure
 
 BURST = """
 import sys
-from deploy.edge.freed_memory import keep_large_blocks_apart
+from deploy.edge.processes.freed_memory import keep_large_blocks_apart
 from tests.support.stack.serve_process import process_mb
 
 def burst():

@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 
-from deploy.edge.grammar_process import complaint
-from deploy.edge.side_pool import SidePool
+from deploy.edge.processes.grammar_process import complaint
+from deploy.edge.processes.side_pool import SidePool
 from engine.errors import Overloaded
 from engine.front.grammar import Thought, choice_answer, grammar, json_answer
 from engine.front.grammar_check import GrammarCheck
@@ -45,7 +45,7 @@ def rules(answer: str) -> str:
 
 @pytest.fixture(scope="module")
 def pool(nano: Nano) -> Iterator[SidePool]:
-    pool = SidePool("deploy.edge.grammar_process", str(nano("31b")))
+    pool = SidePool("deploy.edge.processes.grammar_process", str(nano("31b")))
     yield pool
     pool.close()
 
@@ -69,7 +69,7 @@ def test_what_takes_too_much_ends_alone(pool: SidePool, hostile: str) -> None:
 
 def test_without_limits_it_goes_on(pool: SidePool, nano: Nano, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault of the test above: a second after the limits would have ended it there is no answer, and a process."""
-    free = "from deploy.edge import grammar_process as one; one.begin = lambda *_: None; one.fork_for_each(one._load)"
+    free = "from deploy.edge.processes import grammar_process as one; one.begin = lambda *_: None; one.fork_for_each(one._load)"
     start = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **more: start([command[0], "-c", free, *command[-2:]], **more))
     unbound, found = SidePool("", str(nano("31b"))), []

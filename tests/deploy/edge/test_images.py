@@ -15,7 +15,7 @@ from deploy.edge.admission_control import AdmissionControl, AdmissionTicket
 from deploy.edge.edge_settings import MediaSettings
 from deploy.edge.media.base64_reader import unbase64
 from deploy.edge.media.tasks import DecodeTask, prepare
-from deploy.edge.side_pool import SidePool
+from deploy.edge.processes.side_pool import SidePool
 from engine.errors import InvalidRequest
 from engine.front.generation import Job
 from engine.front.text import expanded

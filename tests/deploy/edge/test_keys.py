@@ -25,13 +25,13 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from deploy.edge.apis import ENDPOINTS, UNKNOWN, endpoint_of
-from deploy.edge.ask import Ask, RawPrompts
 from deploy.edge.edge_settings import KEYS_VARIABLE, KeySettings, LimitSettings
-from deploy.edge.http_errors import QuotaExceeded
+from deploy.edge.guards.limits import outermost
+from deploy.edge.http.http_errors import QuotaExceeded
 from deploy.edge.keys import key_ring
 from deploy.edge.keys.key_file import ApiKey, digest_of
 from deploy.edge.keys.key_ring import KeyRing
-from deploy.edge.limits import outermost
+from deploy.edge.requests.ask import Ask, RawPrompts
 from deploy.edge.routes import create_app
 from engine.events import KeyDecision, KeyTokens
 from tests.conftest import Nano

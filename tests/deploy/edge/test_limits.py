@@ -12,15 +12,16 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from deploy.edge import edge_settings, limits
-from deploy.edge import uploads as uploads_module
+from deploy.edge import edge_settings
+from deploy.edge.bodies.raw_json import TEXT_BYTES
 from deploy.edge.edge_settings import LIMITS_VARIABLE, LimitSettings, guard_limits
-from deploy.edge.error_response import JsonResponse
-from deploy.edge.http_errors import ForeignHost
-from deploy.edge.limits import Limits, UnreadBody, check_head, outermost
-from deploy.edge.raw_json import TEXT_BYTES
-from deploy.edge.scope import CLAIM, RECORD
-from deploy.edge.uploads import Claim, Upload, Uploads
+from deploy.edge.guards import limits
+from deploy.edge.guards import uploads as uploads_module
+from deploy.edge.guards.limits import Limits, UnreadBody, check_head, outermost
+from deploy.edge.guards.uploads import Claim, Upload, Uploads
+from deploy.edge.http.error_response import JsonResponse
+from deploy.edge.http.http_errors import ForeignHost
+from deploy.edge.http.scope import CLAIM, RECORD
 from engine.errors import Overloaded
 from tests.support.edge.http_edge import Edge, Edges, asgi_server
 
@@ -114,7 +115,7 @@ def test_a_probe_is_answered_by_a_full_server(path: str, monkeypatch: pytest.Mon
         return sorted(given)
 
     assert asyncio.run(statuses()) == [200] * 17 + [429]
-    monkeypatch.setattr("deploy.edge.limits._PROBES", ())
+    monkeypatch.setattr("deploy.edge.guards.limits._PROBES", ())
     assert asyncio.run(statuses()) == [200] * 16 + [429] * 2
 
 
@@ -415,7 +416,7 @@ def test_the_guards_claim_lasts_until_the_application_ends_it(fault: bool, monke
     its head, before it is sent. Planted: an application that does not find the guard's claim; then that is sent in vain."""
     monkeypatch.setattr(uploads_module, "ROOM_S", 0.0)
     if fault:
-        monkeypatch.setattr("deploy.edge.limits.noted_claim", lambda: None)
+        monkeypatch.setattr("deploy.edge.guards.limits.noted_claim", lambda: None)
 
     async def main() -> list[tuple[int, int]]:
         stack = GuardedStack()

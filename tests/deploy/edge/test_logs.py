@@ -13,12 +13,12 @@ import pytest
 from ray.serve._private.logging_utils import configure_component_logger
 from ray.serve.schema import LoggingConfig
 
-from deploy.edge import access_log
 from deploy.edge.edge_settings import LimitSettings, LogSettings
-from deploy.edge.limits import Limits
+from deploy.edge.guards import access_log
+from deploy.edge.guards.limits import Limits
+from deploy.edge.http.scope import request_id
 from deploy.edge.observe import logs
 from deploy.edge.routes import create_app
-from deploy.edge.scope import request_id
 from deploy.settings import Settings
 from engine.events import RequestFinished
 from tests.support.edge.api_client import chat_body, user, whole_and_streamed

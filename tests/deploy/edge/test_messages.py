@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from deploy.edge.edge_settings import LimitSettings
-from deploy.edge.limits import Limits
+from deploy.edge.guards.limits import Limits
 from deploy.edge.routes import create_app
 from tests.support.edge.api_client import user, whole_and_streamed
 from tests.support.edge.http_edge import Edge, asgi_server, with_ids

@@ -9,11 +9,11 @@ import pytest
 from msgspec import Struct
 
 from deploy.edge import apis, routes
-from deploy.edge.api import GenerationApi
-from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Sampling
-from deploy.edge.body_reader import BodyReader
-from deploy.edge.error_response import ErrorShape
-from deploy.edge.response_format import JSON, ServedModel, Usage
+from deploy.edge.answers.response_format import JSON, ServedModel, Usage
+from deploy.edge.bodies.body_reader import BodyReader
+from deploy.edge.http.error_response import ErrorShape
+from deploy.edge.requests.ask import Ask, ChatMessage, ChatPrompt, Sampling
+from deploy.edge.serving.api import GenerationApi
 from engine.errors import QuartetError
 from engine.front.generation import Choice, Delta
 from tests.conftest import Nano

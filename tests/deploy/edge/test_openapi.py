@@ -12,8 +12,8 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.core.failures import Failure, FailureGroup
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
 
-from deploy.edge import error_response
-from deploy.edge.job_builder import JobBuilder
+from deploy.edge.http import error_response
+from deploy.edge.jobs.job_builder import JobBuilder
 from engine.errors import ModelNotFound
 from tests.support.edge.http_edge import Edge
 

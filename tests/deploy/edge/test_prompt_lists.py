@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deploy.edge.response_format import ServedModel
+from deploy.edge.answers.response_format import ServedModel
 from deploy.models.fingerprint import fingerprint
 from tests.support.edge.api_client import chat_body, client, events, whole_and_streamed
 from tests.support.edge.http_edge import Edge

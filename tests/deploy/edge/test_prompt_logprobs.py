@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
+from deploy.edge.answers.response_format import ServedModel
 from deploy.edge.openai.forms import TextFormat
-from deploy.edge.response_format import ServedModel
 from engine.front.generation import Delta
 from tests.support.edge.api_client import error_of, events, user, whole_and_streamed
 from tests.support.edge.http_edge import Edge
@@ -133,7 +133,7 @@ def test_what_is_refused(edge: Edge, path: str, body: dict[str, Any], param: str
 def test_more_logprobs_than_an_answer_may_have(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of all choices' prompts times one more than the alternatives: at the limit served, above it a 400 with the numbers."""
     prompt = [5] * 100
-    monkeypatch.setattr("deploy.edge.job_builder.MAX_PROMPT_LOGPROBS", 600)
+    monkeypatch.setattr("deploy.edge.jobs.job_builder.MAX_PROMPT_LOGPROBS", 600)
     answer(edge, TEXT, prompt=prompt, prompt_logprobs=2, n=2)
     reply = post(edge, TEXT, prompt=prompt, prompt_logprobs=3, n=2)
     assert "800 logprobs of prompt tokens, alternatives counted, exceed the limit of 600" in error_of(reply, 400)["message"]

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from deploy.edge.http_errors import QuotaExceeded
+from deploy.edge.http.http_errors import QuotaExceeded
 from deploy.edge.keys import quotas
 from deploy.edge.keys.key_file import Quota
 from deploy.edge.keys.quotas import Allowance, Bucket, QuotaGrant

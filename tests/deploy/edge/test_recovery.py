@@ -18,8 +18,8 @@ from ray.serve.handle import DeploymentResponseGenerator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy import ray_private, serve_guard
-from deploy.edge import recovery
-from deploy.edge.recovery import Recovery
+from deploy.edge.guards import recovery
+from deploy.edge.guards.recovery import Recovery
 from tests.support.edge.http_edge import asgi_server
 
 pytestmark = pytest.mark.pure

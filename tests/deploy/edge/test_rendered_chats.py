@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from deploy.edge import ask
-from deploy.edge.ask import ChatPrompt
 from deploy.edge.openai.schemas import CHAT_READER
+from deploy.edge.requests import ask
+from deploy.edge.requests.ask import ChatPrompt
 from engine.front import template
 from engine.front.template import ChatTemplate, CutCalls
 from engine.front.text import TextProcessor

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deploy.edge.admission_control import AHEAD_MOST, AdmissionControl
-from deploy.edge.http_errors import QuotaExceeded
+from deploy.edge.http.http_errors import QuotaExceeded
 from deploy.edge.keys import quotas
 from deploy.edge.keys.key_file import Quota
 from deploy.edge.keys.replica_quotas import CentreLost, ReplicaQuotas, RequestGrant

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.edge import side_pool
-from deploy.edge.grammar_process import complaint
-from deploy.edge.side_pool import SidePool
+from deploy.edge.processes import side_pool
+from deploy.edge.processes.grammar_process import complaint
+from deploy.edge.processes.side_pool import SidePool
 from engine.errors import Overloaded
 from engine.front.grammar import Thought, choice_answer, grammar
 from tests.conftest import Nano
@@ -28,7 +28,7 @@ def pool(nano: Nano, monkeypatch: pytest.MonkeyPatch) -> Iterator[SidePool]:
     """One that has answered, started with secrets in the environment."""
     for name in SECRETS[:-1]:
         monkeypatch.setenv(name, "secret")
-    pool = SidePool("deploy.edge.grammar_process", str(nano("31b")))
+    pool = SidePool("deploy.edge.processes.grammar_process", str(nano("31b")))
     assert complaint(pool, RULES) is None
     yield pool
     pool.close()

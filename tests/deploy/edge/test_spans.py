@@ -26,7 +26,7 @@ from deploy.edge.observe import spans
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import SpanPhase, Tracer, phases_of, tracer
 from deploy.edge.routes import create_app
-from deploy.edge.service import Service
+from deploy.edge.serving.service import Service
 from engine.events import Event, FirstToken, RequestFinished, Scheduled
 from engine.front.grammar_check import GrammarCheck
 from engine.front.stream import Clock

@@ -11,7 +11,7 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.edge.edge_settings import LimitSettings
-from deploy.edge.limits import Limits
+from deploy.edge.guards.limits import Limits
 from deploy.edge.routes import create_app
 from tests.conftest import Nano
 from tests.support.edge.api_client import chat_body, error_of, whole_and_streamed

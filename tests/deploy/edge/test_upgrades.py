@@ -7,8 +7,8 @@ import uvicorn
 import uvicorn.config
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deploy.edge import http_protocol
-from deploy.edge.http_protocol import WithoutWebSockets
+from deploy.edge.guards import http_protocol
+from deploy.edge.guards.http_protocol import WithoutWebSockets
 from tests.support.edge.http_edge import asgi_server
 
 pytestmark = pytest.mark.pure

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.edge.ask import ChatMessage, ChatPrompt, Text
 from deploy.edge.openai.schemas import CHAT_READER
+from deploy.edge.requests.ask import ChatMessage, ChatPrompt, Text
 from engine.errors import InvalidRequest
 from tests.support.edge.api_client import error_of, user
 from tests.support.edge.http_edge import Edge

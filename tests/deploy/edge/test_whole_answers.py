@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from deploy.edge.answers.blocks import event
+from deploy.edge.answers.response_format import ResponseFormat, ServedModel, Usage
 from deploy.edge.anthropic.message_format import MessageFormat
-from deploy.edge.blocks import event
 from deploy.edge.native.generate_api import GenerateFormat, GenerateTextRequest
 from deploy.edge.openai import forms
 from deploy.edge.openai.forms import ChatFormat, TextFormat
 from deploy.edge.openai.response_request import RESPONSES_READER
 from deploy.edge.openai.response_stream import ResponseObject
 from deploy.edge.openai.schemas import CHAT_READER, COMPLETION_READER
-from deploy.edge.response_format import ResponseFormat, ServedModel, Usage
 from engine.errors import GenerationFailed
 from engine.front.generation import Delta, Generation, Job, ReplyBlock
 from engine.front.parts import Arguments, ToolCallStart

@@ -20,11 +20,12 @@ from typing import Any, Self
 import httpx
 from starlette.requests import Request
 
-from deploy.edge import answer, routes
-from deploy.edge.body_reader import BodyReader
+from deploy.edge import routes
+from deploy.edge.answers.response_format import Usage
+from deploy.edge.bodies.body_reader import BodyReader
 from deploy.edge.media import media_preparer
 from deploy.edge.openai import forms
-from deploy.edge.response_format import Usage
+from deploy.edge.serving import answer
 from engine.front import generation
 from engine.front.generation import Delta
 from tests.support.edge.http_edge import Edge

@@ -10,8 +10,8 @@
 
 from http import HTTPStatus
 
-from deploy.edge.error_response import OPENAI_ERROR, plain_error, refusal
-from deploy.edge.http_errors import DeadlineExceeded, TooSlow
+from deploy.edge.http.error_response import OPENAI_ERROR, plain_error, refusal
+from deploy.edge.http.http_errors import DeadlineExceeded, TooSlow
 from engine.errors import EngineDead, QuartetError
 from tests.support.repo_rules import ROOT
 

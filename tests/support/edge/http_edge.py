@@ -19,12 +19,12 @@ from msgspec.structs import replace
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.edge.edge_settings import LimitSettings
+from deploy.edge.http.scope import request_id
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.media.media_preparer import MediaPreparer
 from deploy.edge.routes import create_app
-from deploy.edge.scope import request_id
-from deploy.edge.service import Service
 from deploy.edge.service_settings import Defaults, ServiceSettings
+from deploy.edge.serving.service import Service
 from engine.events import Event, RequestFinished
 from engine.front.client import EngineClient
 from engine.front.grammar_check import GrammarCheck

@@ -1,0 +1,1 @@
+"""JSON and forms, read within bounds."""

@@ -1,0 +1,155 @@
+"""Request bodies and their memory: an upload is admitted before it is sent, and never ends another.
+
+    head --claim--> [ body comes ] --parsed--> [ its media wait for decoders ] --decoded--> nothing
+    text            `texts`                    (nothing)
+    mostly media    `media`                    `media`
+
+A body above TEXT_BYTES can only be media. So text is never refused for media that wait, however many there are.
+
+A body whose head says its length waits for room up to ROOM_S, then it is refused. Nothing of it is read meanwhile, so that its
+client's writes stand still.
+"""
+
+import asyncio
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from weakref import WeakSet
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive
+
+from deploy.edge.bodies.raw_json import TEXT_BYTES
+from deploy.edge.edge_settings import LimitSettings
+from deploy.edge.http.http_errors import TooLarge, TooSlow
+from engine.errors import Overloaded
+from engine.front.turns import Share
+
+ROOM_S = 20.0  # that a body waits for room
+_LOOK_S = 0.05  # between two looks for it
+SMALL_BYTES = 256 << 10  # of a body that is counted by number alone
+_FULL = "Too many large bodies are being sent or wait to be read; please try again shortly."
+
+
+class Uploads:
+    """`coming` counts bodies in transit; `texts` and `media` count bytes of larger ones."""
+
+    def __init__(self, limits: LimitSettings) -> None:
+        self.limits = limits
+        self.coming = Share(limits.uploads)
+        self.texts = Share(limits.upload_bytes)
+        self.media = Share(limits.upload_bytes)
+
+    async def read(self, upload: "Upload", receive: Receive, length: int) -> None:
+        """The whole body; `length` is what its head says, or 0. TooLarge, TooSlow; Overloaded: it has no room, for ROOM_S where
+        its head gives its length; ClientDisconnect: the client leaves before its end."""
+        if not self.coming.take(upload.claim.client, 1):
+            raise Overloaded("Too many bodies are being sent; please try again shortly.")
+        try:
+            await self._wait_for_room(upload.claim, length)
+            async with asyncio.timeout(self.limits.body_timeout_s):
+                await self._receive(upload, receive)
+        except TimeoutError as error:
+            raise TooSlow(f"the body did not arrive within {self.limits.body_timeout_s:g} s") from error
+        finally:
+            self.coming.give_back(upload.claim.client, 1)
+
+    async def _wait_for_room(self, claim: "Claim", length: int) -> None:
+        ends = asyncio.get_running_loop().time() + ROOM_S
+        while True:
+            try:
+                claim.grow(length)
+            except Overloaded:
+                if asyncio.get_running_loop().time() > ends:
+                    raise
+                await asyncio.sleep(_LOOK_S)
+            else:
+                return
+
+    async def _receive(self, upload: "Upload", receive: Receive) -> None:
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            upload.body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(upload.body) > self.limits.body_bytes:
+                raise TooLarge(f"the body exceeds the limit of {self.limits.body_bytes} bytes")
+            upload.claim.grow(len(upload.body))
+
+
+class Claim:
+    """What a client holds for one body, released once it is parsed or its media are decoded."""
+
+    def __init__(self, uploads: Uploads, client: str) -> None:
+        self.client = client
+        self._uploads = uploads
+        self._share = uploads.texts
+        self._bytes = 0
+
+    def grow(self, size: int) -> None:
+        """Hold at least `size` bytes. Overloaded holds nothing."""
+        if size > max(SMALL_BYTES, self._bytes):
+            self._hold(self._uploads.media if size > TEXT_BYTES else self._uploads.texts, size)
+
+    def parsed(self, size: int, *, has_media: bool) -> None:
+        """The body is parsed; its media, if any, are still to be decoded. Overloaded."""
+        if not has_media:
+            self.release()
+        elif self._share is not self._uploads.media:
+            self._hold(self._uploads.media, size)
+
+    def release(self) -> None:
+        """Idempotent."""
+        self._share.give_back(self.client, self._bytes)
+        self._bytes = 0
+
+    def _hold(self, share: Share, size: int) -> None:
+        self.release()
+        if not share.take(self.client, size):
+            raise Overloaded(_FULL)
+        self._share = share
+        self._bytes = size
+
+
+@dataclass(eq=False)
+class Upload:
+    claim: Claim
+    body: bytearray = field(default_factory=bytearray)
+
+    def replayed(self, receive: Receive) -> Receive:
+        """A `receive` that gives the body, then the disconnect. A second call ends the claim unless
+        this process's application does."""
+        is_read = False
+
+        async def again() -> Message:
+            nonlocal is_read
+            if not is_read:
+                is_read = True
+                body = bytes(self.body)
+                self.body = bytearray()  # the app's from now on
+                return {"type": "http.request", "body": body, "more_body": False}
+            if asyncio.get_running_loop() not in _APPLICATIONS:
+                self.claim.release()
+            message = await receive()
+            while message["type"] == "http.request":
+                message = await receive()
+            return message
+
+        return again
+
+
+# The claim that the guard around Serve has made for this request, and its loop. Serve hands a body on before anybody parses it.
+_GUARDS_CLAIM: ContextVar[tuple[asyncio.AbstractEventLoop, Claim] | None] = ContextVar("guards_claim", default=None)
+_APPLICATIONS: WeakSet[asyncio.AbstractEventLoop] = WeakSet()  # loops of applications, which end claims themselves
+
+
+def note_claim(claim: Claim) -> None:
+    _GUARDS_CLAIM.set((asyncio.get_running_loop(), claim))
+
+
+def noted_claim() -> Claim | None:
+    loop = asyncio.get_running_loop()
+    _APPLICATIONS.add(loop)
+    guards_loop, claim = _GUARDS_CLAIM.get() or (None, None)
+    return claim if guards_loop is loop else None

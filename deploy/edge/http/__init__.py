@@ -1,0 +1,1 @@
+"""HTTP: scopes, errors, bounded writes."""

@@ -1,0 +1,1 @@
+"""From an Ask to the engine's Job."""

@@ -1,0 +1,1 @@
+"""What any API can ask for."""
