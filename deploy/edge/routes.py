@@ -29,13 +29,12 @@ from deploy.edge.http.http_errors import NO_RETRY, DeadlineExceeded, ForeignHost
 from deploy.edge.http.scope import CLAIM, client_name, is_from_loopback
 from deploy.edge.observe.record import record_of
 from deploy.edge.requests.ask import Ask, ChatPrompt
-from deploy.edge.serving.answer import CompletionResponse
 from deploy.edge.serving.api import GenerationApi, TokenApi
+from deploy.edge.serving.http_answer import CompletionResponse
 from deploy.edge.serving.service import Service
 from engine.errors import ModelNotFound, QuartetError
 from engine.protocol import JsonObject
 
-TURN_BITS = 31  # of what the engine orders by: whose turn it is, among requests of one priority
 Responses = dict[int | str, JsonObject]
 
 _KEY_SCHEMES = {
@@ -106,12 +105,7 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
             key = record_of(request.scope).key
             header = request.headers.get("authorization") or request.headers.get("x-api-key", "")
             tenant = f"header {header}" if key is None else f"key {key}"  # no holder is taken for a header
-            choices = len(job.params)
-            tokens = job.choices_each * job.prompt_tokens
-            media = choices * sum(len(item.data) for item in job.media)
-            await service.admission.make_room(ticket.client, choices, tokens, media)
-            ticket.settle(choices, tokens, media)
-            job = replace(job, salt=service.salt(ask, tenant), priority=(ask.priority << TURN_BITS) + ticket.turn)
+            job = replace(job, salt=service.salt(ask, tenant))
             return CompletionResponse(service, job, form, stream=ask.stream)
 
 

@@ -188,8 +188,11 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("required-call-may-be-several", "engine/front/test_grammar.py deploy/edge/test_reply_forms.py",
          "1 if self.choice.one else None", "None"),
     ),
-    "deploy/edge/serving/answer.py": (
+    "deploy/edge/serving/job_run.py": (
         ("cached-tokens-of-choices-are-the-most", "deploy/edge/test_api.py", "sum(min(cached[", "sum(max(cached["),
+        ("choices-share-media-bytes", "deploy/edge/test_images.py", "choices * sum(len(", "sum(len("),
+    ),
+    "deploy/edge/serving/http_answer.py": (
         ("slow-client-is-waited-for", "deploy/edge/test_streams.py",
          'await bounded(send({"type": "http.response.body", "body": body, "more_body": more}), timeout_s)',
          'await send({"type": "http.response.body", "body": body, "more_body": more})'),
@@ -375,9 +378,6 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "deploy/edge/media/media_preparer.py": (
         ("clips-of-a-sound-share-rows", "deploy/edge/test_clips.py",
          "digest_of(medium.kind, shape, clip), ()", "medium.digest, ()"),
-    ),
-    "deploy/edge/routes.py": (
-        ("choices-share-media-bytes", "deploy/edge/test_images.py", "choices * sum(len(", "sum(len("),
     ),
     "deploy/edge/bodies/raw_json.py": (
         ("small-values-of-any-size", "deploy/edge/test_body_bounds.py deploy/edge/test_validation.py",

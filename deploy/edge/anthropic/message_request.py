@@ -27,7 +27,7 @@ from deploy.edge.bodies.key_types import (
     one_of,
     shown_as,
 )
-from deploy.edge.bodies.raw_json import ListReader, invalid, not_null
+from deploy.edge.bodies.raw_json import invalid, list_decoder, not_null, read_list
 from deploy.edge.requests.answer_form import form_of
 from deploy.edge.requests.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall, Sampling, Text, without_empty_turns
 from deploy.edge.requests.common_keys import (
@@ -126,11 +126,11 @@ class CountRequest(FrozenStruct):
     def chat(self) -> ChatPrompt:
         """InvalidRequest names the key."""
         check_bounds([self.tools], "tools", "they")
-        tools = _TOOL_LIST.read(self.tools, "tools")
+        tools = read_list(self.tools, "tools", _TOOL_LIST)
         for index, tool in enumerate(tools):
             if tool.type not in (None, "custom"):
                 raise invalid(f"tools[{index}].type", f"{tool.type!r} is not supported, only 'custom'")
-        turns = _TURNS.read(self.messages, "messages")
+        turns = read_list(self.messages, "messages", _TURNS)
         blocks = (block for turn in turns if isinstance(turn.content, list) for block in turn.content)
         check_bounds((block.input for block in blocks), "messages", "the inputs of all tool_use blocks")
         said = [message for index, turn in enumerate(turns) for message in _chat_messages(turn, f"messages[{index}]")]
@@ -186,8 +186,8 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 COUNT_READER = BodyReader(CountRequest, _ABSENT)
 MESSAGES_READER = BodyReader(MessagesRequest, _ABSENT)
-_TURNS = ListReader(Turn, MESSAGES)
-_TOOL_LIST = ListReader(ClientTool, TOOLS)
+_TURNS = list_decoder(Turn, MESSAGES)
+_TOOL_LIST = list_decoder(ClientTool, TOOLS)
 
 
 def _choice(choice: ToolUseChoice | None) -> ToolChoice:

@@ -1,15 +1,15 @@
 """JSON of unknown size inside a request, kept as bytes and decoded with a bound.
 
-Decoding stops at the first fault and the first element too many, so a body costs at most a scan.
-InvalidRequest names the key.
+Decoding stops at the first fault, and what a body may hold is counted before, so it costs at most a
+scan. InvalidRequest names the key.
 """
 
 import re
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import Meta, Raw, UnsetType
 from msgspec.inspect import ListType, LiteralType, StructType, Type, UnionType, type_info
 
 from deploy.edge.bodies.key_types import Natural
@@ -62,12 +62,12 @@ def copied(raw: Json) -> Raw | None:
     return None if given is None else Raw(msgspec.json.format(given, indent=-1))
 
 
-def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V], kind: Any = None) -> V:
-    """`kind` names the type in errors. InvalidRequest."""
+def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V]) -> V:
+    """InvalidRequest."""
     try:
         return decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _complaint(error, key, kind or decoder.type) from None
+        raise _complaint(error, key, decoder.type) from None
 
 
 def token_ids(raw: Json, key: str, most: int) -> list[int]:
@@ -98,26 +98,16 @@ def check_large(body: bytes) -> None:
             raise InvalidRequest(f"A body of more than {TEXT_BYTES} bytes may hold few texts besides its images")
 
 
-class ListReader:
-    """Reads arrays of at most `most` elements; absent or null is empty.
+def list_decoder(element: Any, most: int) -> msgspec.json.Decoder[list[Any]]:
+    """Of at most `most` elements. msgspec counts them when it has read all: an element must cost its
+    sender a string, which `check_strings` counts."""
+    return msgspec.json.Decoder(Annotated[list[element], Meta(max_length=most)])
 
-    Decoding stops at the first element too many, whereas msgspec checks a bound only once the list
-    is in memory. Inner lists are bounded by `check_strings`.
-    """
 
-    def __init__(self, element: Any, most: int) -> None:
-        self._kind = list[element]
-        fields = [(f"_{index}", element | UnsetType, UNSET) for index in range(most)]
-        self._decoder = msgspec.json.Decoder(
-            msgspec.defstruct(f"AtMost{most}", fields, array_like=True, forbid_unknown_fields=True)
-        )
-
-    def read(self, raw: Json, key: str) -> list[Any]:
-        """InvalidRequest: wrong elements, or too many."""
-        if (given := not_null(raw)) is None:
-            return []
-        values = (*msgspec.structs.astuple(decode(given, key, self._decoder, self._kind)), UNSET)
-        return list(values[: values.index(UNSET)])
+def read_list(raw: Json, key: str, decoder: msgspec.json.Decoder[list[Any]]) -> list[Any]:
+    """Absent or null is empty."""
+    given = not_null(raw)
+    return [] if given is None else decode(given, key, decoder)
 
 
 def read_small(raw: Json, key: str, decoder: msgspec.json.Decoder[V], most: int) -> V | None:

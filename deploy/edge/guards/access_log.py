@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.edge.apis import PROBES, endpoint_of, error_shape_of
-from deploy.edge.http.scope import BEGAN, RECORD, REQUEST_ID, only, request_id
+from deploy.edge.http.scope import BEGAN, RECORD, REQUEST_ID, SEND, only, request_id
 from deploy.edge.observe.record import RequestRecord, access_fields
 from deploy.edge.serving.service import Service
 
@@ -43,33 +43,31 @@ class AccessLog:
         deadline = began + self.service.settings.limits.request_timeout_s
         endpoint = endpoint_of(scope)
         method = scope["method"] if scope["method"] in _METHODS else "OTHER"
-        record = RequestRecord(request_id(scope["headers"]), method, endpoint.path, send, began, deadline, endpoint.operation)
+        record = RequestRecord(request_id(scope["headers"]), method, endpoint.path, began, deadline, endpoint.operation)
         record.home = only(scope["headers"], b"x-quartet-home")
         record.traceparent = only(scope["headers"], b"traceparent")
         known = REQUEST_ID.set(record.id)
         try:
-            await self.app({**scope, RECORD: record}, receive, self._stamped(record, scope))
+            await self.app({**scope, RECORD: record, SEND: send}, receive, self._stamped(record, scope, send))
         except (ClientDisconnect, asyncio.CancelledError):
             record.gone = True
             raise
         finally:
-            if record.ticket is not None:
-                record.ticket.leave()
             self.service.settle(record)
             record.ended = time.monotonic()
             self._close(record)
             REQUEST_ID.reset(known)
 
-    def _stamped(self, record: RequestRecord, scope: Scope) -> Send:
+    def _stamped(self, record: RequestRecord, scope: Scope, send: Send) -> Send:
         ids = [(name, record.id.encode()) for name in error_shape_of(scope).id_headers if name != b"x-request-id"]
 
-        async def send(message: Message) -> None:
+        async def stamped(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 message = {**message, "headers": [*message.get("headers", ()), *ids]}
-            await record.send(message)
+            await send(message)
 
-        return send
+        return stamped
 
     def _close(self, record: RequestRecord) -> None:
         if self.service.tracer is not None and record.operation is not None:

@@ -14,6 +14,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 RECORD = "quartet.record"  # the scope's key for its request's RequestRecord
 BEGAN = "quartet.began"  # and for when its head was read, by the monotonic clock
+SEND = "quartet.send"  # and for the `send` that the access log was given
 CLAIM = "quartet.claim"  # and for what its client holds for its body (uploads.py)
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 

@@ -65,7 +65,7 @@ class JobBuilder:
             job = await self._chat_job(ask, ask.prompt, client)
         else:
             job = await self._raw_job(ask, ask.prompt, client)
-        return replace(job, adapter=adapter, client=client)
+        return replace(job, adapter=adapter, client=client, priority=ask.priority)
 
     async def prompt(self, chat: ChatPrompt, client: str) -> list[int]:
         """Token ids of a chat. InvalidRequest, Overloaded."""

@@ -8,7 +8,7 @@ With several choices, queue_s and ttft_s are those of the first choice to get th
 """
 
 from msgspec import Struct
-from starlette.types import Scope, Send
+from starlette.types import Scope
 
 from deploy.edge.admission_control import AdmissionTicket
 from deploy.edge.http.http_errors import DeadlineExceeded, code_of
@@ -38,7 +38,6 @@ class RequestRecord(Struct):
     id: str
     method: str
     route: str
-    send: Send
     began: float
     deadline: float
     operation: str | None

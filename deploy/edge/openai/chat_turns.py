@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, to_builtins
 
 from deploy.edge.bodies.key_types import Kind, Name, RawTextOrObject, array, component, one_of
-from deploy.edge.bodies.raw_json import ANYTHING, ListReader, decode, invalid, not_null
+from deploy.edge.bodies.raw_json import ANYTHING, decode, invalid, list_decoder, not_null, read_list
 from deploy.edge.edge_settings import SoftTokens
 from deploy.edge.requests.ask import ChatMessage, ChatPrompt, Part, PastCall
 from deploy.edge.requests.common_keys import (
@@ -102,8 +102,8 @@ class TemplateSwitches(FrozenStruct, omit_defaults=True):
     preserve_thinking: bool | None = None
 
 
-_MESSAGES = ListReader(Message, MESSAGES)
-_TOOLS = ListReader(JsonObject, TOOLS)
+_MESSAGES = list_decoder(Message, MESSAGES)
+_TOOLS = list_decoder(JsonObject, TOOLS)
 
 
 def read_chat(request: Any) -> ChatPrompt:
@@ -111,7 +111,7 @@ def read_chat(request: Any) -> ChatPrompt:
     switches = to_builtins(request.chat_template_kwargs or {})
     told = [switches.pop(name, None) for name in ("enable_thinking", "thinking")]
     enabled = next((value for value in (*told, request.enable_thinking) if value is not None), None)
-    messages = _MESSAGES.read(request.messages, "messages")
+    messages = read_list(request.messages, "messages", _MESSAGES)
     if not messages:
         raise invalid("messages", "must not be empty")
     calls = (call for message in messages for call in message.tool_calls or ())
@@ -119,7 +119,7 @@ def read_chat(request: Any) -> ChatPrompt:
     check_bounds([request.tools], "tools", "they")
     return ChatPrompt(
         [_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
-        _TOOLS.read(request.tools, "tools"),
+        read_list(request.tools, "tools", _TOOLS),
         thinks=said_thinking(enabled, request.thinking, request.reasoning_effort),
         add_generation_prompt=request.add_generation_prompt is not False,
         switches=switches,

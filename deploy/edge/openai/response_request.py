@@ -31,7 +31,7 @@ from deploy.edge.bodies.key_types import (
     component,
     shown_as,
 )
-from deploy.edge.bodies.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null, read_text
+from deploy.edge.bodies.raw_json import ANYTHING, Json, decode, invalid, list_decoder, not_null, read_list, read_text
 from deploy.edge.openai.chat_turns import Content, content_parts
 from deploy.edge.openai.schemas import chat_keys_without
 from deploy.edge.openai.tool_choice import tool_choice
@@ -87,6 +87,10 @@ class InputItem(FrozenStruct):
     action: RawObject = UNSET
     output: Content = None
     encrypted_content: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.type is None and self.role is None:
+            raise ValueError("it has neither a type nor a role")
 
 
 class DeclaredTool(FrozenStruct):
@@ -167,7 +171,7 @@ class ResponsesRequest(CommonSamplingKeys, kw_only=True):
     def _messages(self) -> list[ChatMessage]:
         if (text := read_text(self.input, "input")) is not None:
             return [ChatMessage("user", text)]
-        items = _ITEMS.read(self.input, "input")
+        items = read_list(self.input, "input", _ITEMS)
         said = [value.encode() for item in items for value in (item.arguments, item.input) if value]
         check_bounds([*said, *(item.action for item in items)], "input", "the arguments of all calls")
         return without_empty_turns(_chat_messages(items), "input")
@@ -178,13 +182,13 @@ def encrypted_content_of(thought: str) -> str:
 
 
 RESPONSES_READER = BodyReader(ResponsesRequest, {**chat_keys_without(ResponsesRequest), **_ABSENT})
-_ITEMS = ListReader(InputItem, MESSAGES)
-_TOOL_LIST = ListReader(DeclaredTool, TOOLS)
+_ITEMS = list_decoder(InputItem, MESSAGES)
+_TOOL_LIST = list_decoder(DeclaredTool, TOOLS)
 
 
 def _functions(raw: Json, where: str, namespace: DeclaredTool | None = None) -> Iterator[OfferedFunction]:
     check_bounds([raw], "tools", "they")
-    for index, tool in enumerate(_TOOL_LIST.read(raw, where)):
+    for index, tool in enumerate(read_list(raw, where, _TOOL_LIST)):
         path = f"{where}[{index}]"
         match tool.type:
             case "function" | "namespace" if not tool.name:

@@ -28,7 +28,16 @@ from deploy.edge.bodies.key_types import (
     array,
     shown_as,
 )
-from deploy.edge.bodies.raw_json import ListReader, check_commas, first_characters, invalid, not_null, read_text, token_ids
+from deploy.edge.bodies.raw_json import (
+    check_commas,
+    first_characters,
+    invalid,
+    list_decoder,
+    not_null,
+    read_list,
+    read_text,
+    token_ids,
+)
 from deploy.edge.openai import absent_keys
 from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, ProcessorKeys, TemplateSwitches, read_chat
 from deploy.edge.openai.tool_choice import tool_choice
@@ -43,8 +52,8 @@ PROMPT_IDS = 1 << 20
 STOP_IDS = 128
 
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
-_TEXTS = ListReader(str, PROMPTS)
-_ID_LISTS = ListReader(Annotated[list[Natural], Meta(min_length=1)], PROMPTS)
+_TEXTS = list_decoder(str, PROMPTS)
+_ID_LISTS = list_decoder(Annotated[list[Natural], Meta(min_length=1)], PROMPTS)
 
 
 class SamplingKeys(CommonSamplingKeys):
@@ -206,9 +215,11 @@ def _prompts(raw: Raw) -> list[str | list[int]]:
     """Texts or lists of token ids. InvalidRequest: anything else, or too many."""
     first = first_characters(raw)
     if first == b'["':
-        return _TEXTS.read(raw, "prompt")
+        return read_list(raw, "prompt", _TEXTS)
     if first == b"[[":
         check_commas(raw, "prompt", PROMPT_IDS)
-        return _ID_LISTS.read(raw, "prompt")
+        if bytes(raw).count(b"[") > 1 + PROMPTS:
+            raise invalid("prompt", f"more than {PROMPTS} prompts")
+        return read_list(raw, "prompt", _ID_LISTS)
     text = read_text(raw, "prompt")
     return [token_ids(raw, "prompt", PROMPT_IDS) if text is None else text]

@@ -101,7 +101,9 @@ class Service:
             self.tracer.close(timeout_s)
 
     def settle(self, record: RequestRecord) -> None:
-        """Return unused quota of an ended request, and count its outcome."""
+        """Return the place and unused quota of an ended request, and count its outcome."""
+        if record.ticket is not None:
+            record.ticket.leave()
         refused = _REFUSALS.get(type(record.error))
         if record.grant is not None or refused is not None:
             self.sink(KeyDecision(record.key or "", refused or "admitted"))

@@ -57,14 +57,10 @@ def test_a_form_ends_with_its_closing_boundary() -> None:
             _fields(FORM + cut)
 
 
-async def unsent(message: object) -> None:
-    """Nobody listens."""
-
-
 @pytest.mark.parametrize(("scheduled", "used"), [((), 0), ((None, None), 0), ((None, 1.0), 107)])
 def test_a_request_that_never_began_used_no_tokens(scheduled: tuple[float | None, ...], used: int) -> None:
     """With choices that all wait as without any; with one that began its prompt counts, and what came."""
-    record = RequestRecord("id", "POST", "/", unsent, 0.0, 1.0, None, prompt_tokens=100, output_tokens=7)
+    record = RequestRecord("id", "POST", "/", 0.0, 1.0, None, prompt_tokens=100, output_tokens=7)
     record.clocks = [Clock(0.0, scheduled=at) for at in scheduled]
     assert record.used_tokens == used
 

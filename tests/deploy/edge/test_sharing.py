@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from deploy.edge.edge_settings import LimitSettings
-from deploy.edge.routes import TURN_BITS
+from deploy.edge.serving.job_run import TURN_BITS
 from tests.support.edge.api_client import chat_body, error_of
 from tests.support.edge.http_edge import Edge, Edges
 

@@ -176,7 +176,7 @@ def test_a_list_is_read_to_its_bound(count: int, size: int) -> None:
 
     turns = [*([user("c")] * count), user([{"type": "text", "text": "a" * size}, {"type": "text", "text": "b"}])]
     if count == 4096:
-        with pytest.raises(InvalidRequest, match=r"^messages: Expected `array` of at most length 4096"):
+        with pytest.raises(InvalidRequest, match=r"^messages: Expected `array` of length <= 4096"):
             messages(turns)
         return
     asked = [*([ChatMessage("user", "c")] * count), ChatMessage("user", [Text("a" * size), Text("b")])]

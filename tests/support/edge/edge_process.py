@@ -25,7 +25,7 @@ from deploy.edge.answers.response_format import Usage
 from deploy.edge.bodies.body_reader import BodyReader
 from deploy.edge.media import media_preparer
 from deploy.edge.openai import forms
-from deploy.edge.serving import answer
+from deploy.edge.serving import http_answer
 from engine.front import generation
 from engine.front.generation import Delta
 from tests.support.edge.http_edge import Edge
@@ -166,7 +166,7 @@ def _logprobs_at_the_end(edge: Edge) -> None:
 
 def _streams_in_one_go(edge: Edge) -> None:
     """Whatever has come for a stream is made events before anybody else has a turn."""
-    answer._PIECE_BYTES = generation._MOST_LOGPROBS = 1 << 40
+    http_answer._PIECE_BYTES = generation._MOST_LOGPROBS = 1 << 40
 
 
 def _bodies_kept(edge: Edge) -> None:
