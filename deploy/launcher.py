@@ -136,9 +136,10 @@ class Launch:
     def _init_ray(self) -> None:
         """Start Ray's servers. EngineDead."""
         import ray
-        from ray._private import utils
 
-        utils.set_sigterm_handler = lambda _handler: None  # ours stays: Ray's would end the process with a code of its own
+        from deploy import ray_private
+
+        ray_private.keep_signal_handlers()
         self._servers = [0]  # no process: what is half there is no Ray to end in order, and may crash
         try:
             ray.init(
@@ -156,18 +157,11 @@ class Launch:
 
     def _deploy(self) -> None:
         from ray.exceptions import RayError
-        from ray.serve._private import api
-        from ray.serve.schema import ServeDeploySchema
 
-        schema = ServeDeploySchema.model_validate(self.config)
+        from deploy import ray_private
+
         try:
-            client = api.serve_start(
-                http_options=schema.http_options.model_dump(),
-                proxy_location=schema.proxy_location,
-                grpc_options=schema.grpc_options.model_dump(),
-                controller_options=schema.controller_options,
-            )
-            client.deploy_apps(schema)
+            ray_private.deploy(self.config)
         except RayError as error:
             raise EngineDead(f"Serve could not start: {last_error(str(error))}") from error
         self._mark("Serve")
@@ -281,10 +275,10 @@ def _sweep() -> None:
 
 def _shut_ray() -> None:
     import ray
-    from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
-    for name, _ in list(global_worker_stdstream_dispatcher.handlers):  # from here on workers only report each other's end
-        global_worker_stdstream_dispatcher.remove_handler(name)
+    from deploy import ray_private
+
+    ray_private.silence_workers()  # from here on they only report each other's end
     with contextlib.suppress(Exception):  # whatever is broken by now: the processes are killed next
         _shut_serve()
     ray.shutdown()
@@ -292,11 +286,10 @@ def _shut_ray() -> None:
 
 def _shut_serve() -> None:
     """`serve.shutdown` without Ray's messages: it can only fail because the controller ends."""
-    import ray
-    from ray.serve.context import _get_global_client
+    from deploy import ray_private
 
     controllers = descendants(b"ServeController")
-    ray.get(_get_global_client()._controller.graceful_shutdown.remote(wait=False), timeout=_SHUT_S)
+    ray_private.shut_serve(_SHUT_S)
     _comes(lambda: not any(map(lives, controllers)), _SHUT_S)
 
 

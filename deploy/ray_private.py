@@ -3,9 +3,13 @@
 from typing import Any
 
 import ray
+from ray._private import utils
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray.exceptions import ActorDiedError, RayError
+from ray.serve._private import api
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ServeDeploySchema
 
 VERSION = "2.60."
 UNANSWERED = (RayError, RayServeException)
@@ -32,6 +36,39 @@ def application_names() -> frozenset[str] | None:
         return None
 
 
+def keep_signal_handlers() -> None:
+    """Call before `ray.init`: on SIGTERM Ray would end the process with a code of its own."""
+    _check_version()
+    utils.set_sigterm_handler = lambda _handler: None
+
+
+def deploy(config: dict[str, Any]) -> None:
+    """Start Serve with a config of the schema. RayError."""
+    _check_version()
+    schema = ServeDeploySchema.model_validate(config)
+    client = api.serve_start(
+        http_options=schema.http_options.model_dump(),
+        proxy_location=schema.proxy_location,
+        grpc_options=schema.grpc_options.model_dump(),
+        controller_options=schema.controller_options,
+    )
+    client.deploy_apps(schema)
+
+
+def silence_workers() -> None:
+    """Print no more of what workers write."""
+    for name, _ in list(global_worker_stdstream_dispatcher.handlers):
+        global_worker_stdstream_dispatcher.remove_handler(name)
+
+
+def shut_serve(timeout_s: float) -> None:
+    ray.get(_client()._controller.graceful_shutdown.remote(wait=False), timeout=timeout_s)
+
+
 def _client() -> Any:
-    assert ray.__version__.startswith(VERSION), f"Ray is {ray.__version__}; its private API was tried with {VERSION}x"
+    _check_version()
     return _get_global_client()
+
+
+def _check_version() -> None:
+    assert ray.__version__.startswith(VERSION), f"Ray is {ray.__version__}; its private API was tried with {VERSION}x"
