@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.openai.response_request import RESPONSES_READER
 from deploy.edge.openai.schemas import CHAT_READER, COMPLETION_READER
-from deploy.edge.serving import answer
+from deploy.edge.serving import http_answer
 from engine.errors import InvalidRequest
 from engine.front.grammar_check import QUEUE_S
 from tests.support.edge.api_client import error_of, user
@@ -110,7 +110,7 @@ def test_events_have_no_line_ends_of_unicode(edge: Edge, monkeypatch: pytest.Mon
             said = reply.read().decode()
         assert r"a\u2028b\u2029c\u0085d" in said, path
         assert len(said.splitlines()) == said.count("\n")
-    monkeypatch.setattr(answer, "_LINE_ENDS", ())
+    monkeypatch.setattr(http_answer, "_LINE_ENDS", ())
     edge.reset()
     edge.script(text, 99)
     with edge.stream("/v1/completions", {"model": "nano", "stream": True, "prompt": "x", "max_tokens": 99}) as reply:
