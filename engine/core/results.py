@@ -12,7 +12,6 @@ import msgspec
 from engine.core.draft_policy import DraftPolicy
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
-from engine.core.step_budget import Expected
 from engine.plan import NUMBER_MASK, ResultRow, StepPlan, StepResult, has_numbers, in_result_order
 from engine.protocol import FinishReason, Output
 
@@ -36,7 +35,7 @@ class InFlightStep(msgspec.Struct):
     rows: list[tuple[Sequence, int, int]] = []  # (sequence, admission number, width) of each decode row
     size: int = 0  # as in DraftPolicy.choose
     drafting: int = 0  # number of sequences that may draft
-    expected: Expected | None = None  # its expected time, if a target bounds the step
+    expected_ms: float = 0.0  # 0: no limit or target bounds the step
     crowded: bool = False  # prompts fill it, so its drafts are few
     waiting: int = 0  # sequences whose chunk was skipped or cut because they wait for transfers
 

@@ -46,7 +46,7 @@ class StepBuilder(InFlightStep, kw_only=True):
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
     decode_rows: int = 0  # of sequences that decode
-    most: int = 0  # tokens that prompts could have in it
+    prompts: int = 0  # tokens that prompts want
 
     def encode(self, sequence: Sequence, item: MediaItem) -> bool:
         if self.plan.encodes and item.length > self.encoder_rows:
@@ -88,7 +88,7 @@ class Scheduler:
         policy = POLICIES[config.policy]
         self._admissions = Admissions(self.requests, policy, config.prefill_budget)
         self._budget = StepBudget(policy, config.prefill_budget, times, config.step_limit_ms, config.tpot_target_ms)
-        self._filled = False  # prompts took what the last step had for them
+        self._filled = 0  # prompt tokens of the last step, if it left others
         self._plan = StepPlan(1)  # the next one: pages may change without one that is sent
 
     @property
@@ -137,11 +137,11 @@ class Scheduler:
             self._budget.encodes()
         plan.drafts = step.drafts if step.drafting else 0
         step.waiting = self._pending.waiting
-        self._filled = False
+        self._filled = 0
         if shares:
-            chunks = _chunks(step)
-            step.expected = self._budget.planned(chunks)
-            self._filled = 2 * sum(chunk.tokens for chunk in chunks) >= step.most
+            step.expected_ms = self._budget.planned(_chunks(step))
+            if plan.prompt_tokens < step.prompts and not self._budget.saving:
+                self._filled = plan.prompt_tokens
         self._plan = StepPlan(plan.step + 1)
         self._results.in_flight.append(step)
         return plan
@@ -153,8 +153,8 @@ class Scheduler:
             return
         took_ms = result.took_us / 1e3
         self.requests.counters.encoder_wait_s += step.waiting * took_ms / 1e3
-        if step.expected is not None:
-            self._budget.record(step.expected, took_ms)
+        if step.expected_ms:
+            self._budget.record(step.expected_ms, took_ms, prompts=bool(step.chunks))
         if rows := len(step.rows):
             self._budget.decoded(took_ms, result.table[result.split(rows)[1], 2].mean())
             drafting = min(1.0, step.drafting / rows)
@@ -201,11 +201,12 @@ class Scheduler:
         step.decode_rows = len(decoding)
         step.drafts, step.size = self._draft_policy.choose(step.decode_rows)
         decodes = _decode_rows(decoding, step.drafts)
-        step.most = self._budget.most_tokens(decodes)
-        if step.drafts and self._filled and sum(prompt.tokens for prompt in prompts.values()) > step.most:
+        step.prompts = sum(prompt.tokens for prompt in prompts.values())
+        if step.drafts and 0 < self._filled < step.prompts:
             step.crowded = True
-            step.drafts = min(step.drafts, self._budget.drafts_with_prompts(decodes.rows, self._draft_policy.tokens))
-            decodes = _decode_rows(decoding, step.drafts)
+            if not self._budget.drafts_pay(decodes.rows, step.drafts, self._draft_policy.tokens):
+                step.drafts = 0
+                decodes = _decode_rows(decoding, 0)
         step.budget = self._budget.prompt_tokens(decodes.rows + decodes.verified)
         return dict(zip(prompts, self._budget.share(list(prompts.values()), step.budget, decodes), strict=True))
 

@@ -1,10 +1,6 @@
 """How many prompt tokens a step computes, and of which prompts: bounded by rows and by time.
 
-    rows    `prefill_budget` minus decode rows; a quarter is reserved for prompts
-    time    a step with decode rows takes at most `longest_step_ms`; with `tpot_target_ms` such steps take that long on
-            average: unused time is saved, excess is owed, and prompts get what is saved
-
-The policies `arrival` and `fair`, and the shares, are in engine/core/README.md.
+The rules, and the policies `arrival` and `fair`, are in engine/core/README.md.
 """
 
 import math
@@ -14,15 +10,17 @@ from typing import NamedTuple
 
 from engine.lifeline import Points, StepTimes
 
-OLDEST_EVERY = 4  # of this many steps with prompt tokens, or parts of their time, at least one is the oldest prompt's
-MOST_PASSED = 15  # steps in a row with prompt tokens but none of the oldest's, however short
+OLDEST_EVERY = 4  # of this many steps with prompt tokens at least one has some of the oldest prompt's
+MOST_PASSED = 31  # steps in a row with prompt tokens but none of the oldest's, while time is saved for it
 MIN_CHUNK_DIVISOR = 32  # a chunk below this fraction (1/32) of the budget is not worth a step
+MOST_MIXED = 7168  # rows of a step with decode rows: larger ones are no faster a token, and streams wait for them
 PROMPT_TIME_SHARE = 0.2  # part of the time that belongs to prompts, whatever the target
-MAX_CREDIT = 1.0  # of the target: what a prompt may borrow to be finished; and what is saved at most, but for a chunk
 MOST_DECODED = 128  # steps with decode rows that an encode waits for at most
 PROMPTS_WAIT = 2.0  # what a ms of a step that prompts fill costs: those who decode wait, and those whose prompts it delays
-AVERAGED_STEPS = 20  # steps over which `slowed` averages
+AVERAGED_STEPS = 20  # steps over which measured times and tokens are averaged
 MOST_SLOWED = 4.0  # bound of a step's time relative to the expected one: a single pause is no trend
+_FREE = ((1, 0.0),)
+UNMEASURED = StepTimes(_FREE, _FREE, _FREE, 0.0, 0.0, 0.0, 1)
 
 
 class Prompt(NamedTuple):
@@ -58,75 +56,59 @@ class DecodeRows(NamedTuple):
 
 
 class StepEstimate:
-    """The time of a step while prompts are added.
-
-    Rows cost whole tiles. Each chunk reads its context once, and each of its tokens attends to it.
-    """
+    """The time of a step while chunks are added. Rows cost whole tiles. Each chunk reads its
+    context once, and each of its tokens attends to it."""
 
     def __init__(self, times: StepTimes, decodes: DecodeRows, slowed: float = 1.0) -> None:
         """`slowed`: factor of real times to `times`."""
         self._times = times
-        self._rows = decodes.rows + decodes.verified
-        self._chunks = 0
         self._slowed = slowed
-        self._rest, self.decode_ms = 0.0, 0.0
+        self._rows = decodes.rows + decodes.verified
+        self._rest_ms = 0.0
+        self.decode_ms = 0.0  # without chunks
         if decodes.rows:
             context_ms = times.context_ms * decodes.context
-            self._rest = interpolate(times.mixed, decodes.rows) + context_ms + drafting_ms(times, decodes.rows, decodes.drafts)
+            self._rest_ms = interpolate(times.mixed, decodes.rows) + context_ms + drafting_ms(times, decodes.rows, decodes.drafts)
             alone = {**dict(times.drafts), 0: times.decodes}.get(decodes.drafts, times.decodes)
             self.decode_ms = slowed * (interpolate(alone, decodes.rows) + context_ms)
 
-    @property
-    def ms(self) -> float:
-        """Milliseconds of the step. Without prompts use `decode_ms`."""
-        return self._slowed * self._measured_ms
-
-    @property
-    def _measured_ms(self) -> float:
-        tile = self._times.tile
-        return self._rest + interpolate(self._times.prefills, -(-self._rows // tile) * tile)
+    def ms(self, tokens: int = 0, context: int = 0) -> float:
+        """Milliseconds with the chunks, and one more of `tokens`."""
+        times = self._times
+        rows = -(-(self._rows + tokens) // times.tile) * times.tile
+        chunk_ms = context * (times.read_ms + times.attend_ms * tokens)
+        return self._slowed * (self._rest_ms + interpolate(times.prefills, rows) + chunk_ms)
 
     def add(self, tokens: int, context: int) -> None:
-        """Add a chunk of `tokens` after `context` others."""
         self._rows += tokens
-        self._chunks += 1
-        self._rest += self._times.read_ms * context + self._times.attend_ms * context * tokens
+        self._rest_ms += context * (self._times.read_ms + self._times.attend_ms * tokens)
 
-    def fitting(self, context: int, target_ms: float) -> int:
-        """The most tokens with which the step takes at most `target_ms`."""
-        times, token_ms = self._times, self._times.attend_ms * context
-        target_ms = target_ms / self._slowed - times.read_ms * context
-        ends = tuple((ms + (rows - self._rows) * token_ms, float(rows)) for rows, ms in times.prefills)
-        whole = int(interpolate(ends, target_ms - self._rest) / times.tile + 1e-9) * times.tile - self._rows
-        if whole > 0 or not self._chunks:
-            return max(0, whole)
-        begun, left = -self._rows % times.tile, target_ms - self._measured_ms  # the rest of a started tile
-        return begun if left >= begun * token_ms else max(0, int(left / token_ms)) if token_ms else 0
+    def fitting(self, context: int, most: int, target_ms: float) -> int:
+        """The most tokens, in whole tiles or `most`, with which the step takes at most `target_ms`."""
+        if self.ms(most, context) <= target_ms:
+            return most
+        ends = range(-self._rows % self._times.tile, most, self._times.tile)
+        fits = bisect_right(ends, target_ms, key=lambda tokens: self.ms(tokens, context))
+        return ends[fits - 1] if fits else 0
 
 
-def shares(
-    prompts: list[Prompt],
-    order: list[int],
-    most: int,
-    time: StepEstimate | None = None,
-    target_ms: float = 0.0,
-    whole_ms: float = 0.0,
-) -> list[int]:
-    """Tokens of each prompt, at most `most`. With `time` the step takes at most `target_ms`, or
-    `whole_ms` while it finishes every prompt in it."""
+def shares(prompts: list[Prompt], order: list[int], most: int, time: StepEstimate, target_ms: float, whole_ms: float) -> list[int]:
+    """Tokens of each prompt, at most `most`. The step takes at most `target_ms`, or `whole_ms` while
+    it finishes every prompt in it."""
     tokens = [0] * len(prompts)
     for index in order:
         length, context = prompts[index]
-        share = min(length, most if time is None else min(most, time.fitting(context, target_ms)))
-        if time is not None and share < length <= min(most, time.fitting(context, whole_ms)):
-            share = length
+        wanted = min(length, most)
+        share = time.fitting(context, wanted, whole_ms)
         if share < length:
-            whole_ms = 0.0
-        if share > 0:
+            whole_ms = target_ms
+            share = time.fitting(context, wanted, target_ms)
+        if share:
             tokens[index] = share
             most -= share
-            if time is not None:
-                time.add(share, context)
+            time.add(share, context)
+        if not most:
+            break
     return tokens
 
 
@@ -154,65 +136,99 @@ def drafting_ms(times: StepTimes, sequences: int, drafts: int) -> float:
     return interpolate(times.drafting, sequences) * drafts / times.drafts[-1][0]
 
 
-class Expected(NamedTuple):
-    """Of a step with decode rows: allowed mean time and expected time."""
-
-    prompts: bool
-    may_take_ms: float
-    step_ms: float
-
-
 class StepBudget:
     """`target_ms`: mean time a decoded token. Without `times` only rows bound a step."""
 
     def __init__(
         self, policy: Policy, rows: int, times: StepTimes | None, longest_ms: float | None, target_ms: float | None
     ) -> None:
-        self._policy, self._rows = policy, rows
-        self._times = times if times is not None and times.prefills else None
-        self._longest_ms = longest_ms or math.inf
+        measured = times is not None and times.prefills
+        self._policy = policy
+        self._rows = rows
+        self._times = times if measured else UNMEASURED
+        self._longest_ms = longest_ms if measured and longest_ms else math.inf
         self._token_ms = target_ms or 0.0
         self._tokens = 1.0  # that a decode row gives in a step, on average
-        self._passed, self._passed_ms = 0, 0.0  # steps since the oldest prompt had tokens in one, and their prompts' time
         self._slowed = 1.0  # what steps take relative to the times measured at boot
+        self._passed = 0  # steps since the oldest prompt had tokens in one
         self._saved_ms = 0.0  # by steps shorter than the target; below 0: owed
-        self._saving = False  # the last step had no prompt tokens, to save time for a chunk
-        self._decodes = DecodeRows()  # of the step that was shared last
-        self._late_ms, self._decoded = 0.0, 0  # of steps with decode rows, against the target; how many since an encode began
+        self.saving = False  # time is saved for a chunk
+        self._decodes = DecodeRows()  # of the step that is planned
+        self._late_ms = 0.0  # of steps with decode rows, against the target
+        self._decoded = 0  # such steps since an encode began
 
     def prompt_tokens(self, decode_rows: int) -> int:
-        return max(self._rows - decode_rows, self._rows // 4, 1)
+        rows = min(self._rows, MOST_MIXED) if decode_rows else self._rows
+        return max(rows - decode_rows, rows // 4, 1)
 
-    @property
-    def _target_ms(self) -> float:
-        """Mean ms of steps that meet the target, at most the longest step's."""
-        return min(self._longest_ms, self._token_ms * self._tokens or math.inf)
-
-    @property
-    def _credit_ms(self) -> float:
-        """How far a step may exceed the target on savings: by the target, within the longest step."""
-        return min(MAX_CREDIT * self._target_ms, self._longest_ms - self._target_ms) if self._token_ms else 0.0
-
-    def drafts_with_prompts(self, sequences: int, tokens: Sequence[float]) -> int:
-        """0 unless the saving is PROMPTS_WAIT times the cost of making and verifying them.
+    def drafts_pay(self, sequences: int, drafts: int, tokens: Sequence[float]) -> bool:
+        """Whether drafts save PROMPTS_WAIT times the cost of making and verifying them in a step that prompts fill.
         `tokens`: given with 0, 1, ... drafts."""
         times = self._times
-        if times is None or not times.drafts:
-            return len(tokens) - 1
-        token_ms = min(interpolate(points, sequences) / tokens[drafts] for drafts, points in times.drafts)
-        row_ms = prompt_token_ms(times)
+        if not times.drafts:
+            return True
+        token_ms = min(interpolate(points, sequences) / tokens[count] for count, points in times.drafts)
+        cost_ms = drafts * sequences * prompt_token_ms(times) + drafting_ms(times, sequences, drafts)
+        return (tokens[drafts] - 1) * token_ms > PROMPTS_WAIT * cost_ms
 
-        def gain(drafts: int) -> float:
-            cost_ms = drafts * sequences * row_ms + drafting_ms(times, sequences, drafts)
-            return (tokens[drafts] - 1) * token_ms - PROMPTS_WAIT * cost_ms
+    def share(self, prompts: list[Prompt], most: int, decodes: DecodeRows) -> list[int]:
+        """Tokens of each prompt, in the order of `Policy.order`. `share_rest` may add to it, and
+        `planned` gets the outcome.
 
-        return max((drafts for drafts, _ in times.drafts), key=gain)
-
-    def most_tokens(self, decodes: DecodeRows) -> int:
-        """The most tokens of new prompts with these decode rows."""
+        If the first prompt's share is not worth a step, time is saved for it, and only prompts that
+        end in this step have tokens."""
         self._decodes = decodes
-        most = self.prompt_tokens(decodes.rows + decodes.verified)
-        return min(most, self._estimate().fitting(0, self._may_take_ms)) if self._has_target else most
+        order = self._policy.order(prompts, self._passed >= OLDEST_EVERY - 1)
+        first = order[0]
+        may_take_ms = self._may_take_ms
+        whole_ms = may_take_ms + self._credit_ms
+        tokens = shares(prompts, order, most, self._estimate(), may_take_ms, whole_ms)
+        self.saving = tokens[first] < self._enough(prompts[first], most)
+        if self.saving:
+            others = order[1:] if self._passed < MOST_PASSED else []
+            tokens = shares(prompts, others, most, self._estimate(), may_take_ms, whole_ms)
+            tokens = [share * (share == prompt.tokens) for share, prompt in zip(tokens, prompts, strict=True)]
+        if tokens[0]:
+            self._passed = 0
+        elif any(tokens):
+            self._passed += 1
+        return tokens
+
+    def share_rest(self, prompts: list[Prompt], most: int, chunks: list[Prompt]) -> list[int]:
+        """Further tokens, left by prompts that could not use theirs."""
+        may_take_ms = self._may_take_ms
+        return shares(prompts, self._policy.order(prompts, False), most, self._estimate(chunks), may_take_ms, may_take_ms)
+
+    def planned(self, chunks: list[Prompt]) -> float:
+        """The expected time of the step in ms; 0 if nothing bounds it."""
+        if not self._bounded:
+            return 0.0
+        time = self._estimate(chunks)
+        step_ms = time.ms() if chunks else time.decode_ms
+        self._save(self._mean_ms(time.decode_ms) - step_ms)
+        return step_ms
+
+    def record(self, expected_ms: float, milliseconds: float, *, prompts: bool) -> None:
+        """A step took that long. One without prompts changes its own mean, too."""
+        milliseconds = min(milliseconds, MOST_SLOWED * expected_ms)
+        self._slowed *= 1 + (milliseconds / expected_ms - 1) / AVERAGED_STEPS
+        self._save(expected_ms - milliseconds)
+        if not prompts:
+            self._save(self._mean_ms(milliseconds) - self._mean_ms(expected_ms))
+
+    def idle(self) -> None:
+        """Without prompts, a step of decode rows reduces what is owed."""
+        self._passed = 0
+        self.saving = False
+        if self._token_ms:
+            self._save(PROMPT_TIME_SHARE * self._target_ms)
+
+    def decoded(self, milliseconds: float, tokens: float) -> None:
+        """The step ended `milliseconds` after the previous one and gave `tokens` a decode row."""
+        self._tokens += (tokens - self._tokens) / AVERAGED_STEPS
+        if self._token_ms:
+            self._decoded += 1
+            self._late_ms = max(-self._target_ms, self._late_ms + milliseconds - self._target_ms)
 
     @property
     def holds_encodes(self) -> bool:
@@ -225,109 +241,41 @@ class StepBudget:
     def forget_lateness(self) -> None:
         self._late_ms = 0.0
 
-    def decoded(self, milliseconds: float, tokens: float) -> None:
-        """The step ended `milliseconds` after the previous one and gave `tokens` a decode row."""
-        self._tokens += (tokens - self._tokens) / AVERAGED_STEPS
-        if self._token_ms:
-            self._decoded += 1
-            self._late_ms = max(-self._target_ms, self._late_ms + milliseconds - self._target_ms)
-
-    def idle(self) -> None:
-        """Without prompts, a step of decode rows reduces what is owed."""
-        self._passed = 0
-        self._passed_ms = 0.0
-        self._saving = False
-        if self._token_ms:
-            self._save(PROMPT_TIME_SHARE * self._target_ms)
-
-    def share(self, prompts: list[Prompt], most: int, decodes: DecodeRows) -> list[int]:
-        """Prompts as in `Policy.order`. `share_rest` may add to it, and `planned` gets the outcome."""
-        self._decodes = decodes
-        order = self._policy.order(prompts, self._oldest_first(prompts[0], most))
-        if self._has_target:
-            tokens = self._within_target(prompts, order, most)
-        else:
-            tokens = shares(prompts, order, most)
-        if tokens[0]:
-            self._passed, self._passed_ms = 0, 0.0
-        elif any(tokens):
-            self._passed += 1
-        return tokens
-
-    def share_rest(self, prompts: list[Prompt], most: int, chunks: list[Prompt]) -> list[int]:
-        """Further tokens, left by prompts that could not use theirs."""
-        order = self._policy.order(prompts, False)
-        if not self._has_target:
-            return shares(prompts, order, most)
-        return shares(prompts, order, most, self._estimate(chunks), self._may_take_ms)
-
-    def planned(self, chunks: list[Prompt]) -> Expected | None:
-        if not self._has_target:
-            return None
-        time = self._estimate(chunks)
-        expected = Expected(bool(chunks), self._mean_ms(time.decode_ms), time.ms if chunks else time.decode_ms)
-        self._save(expected.may_take_ms - expected.step_ms)
-        if self._passed:
-            self._passed_ms += expected.step_ms - time.decode_ms
-        return expected
-
-    def record(self, expected: Expected, milliseconds: float) -> None:
-        milliseconds = min(milliseconds, MOST_SLOWED * expected.step_ms)
-        self._slowed *= 1 + (milliseconds / expected.step_ms - 1) / AVERAGED_STEPS
-        may_take_ms = expected.may_take_ms if expected.prompts else self._mean_ms(milliseconds)
-        self._save(may_take_ms - milliseconds - (expected.may_take_ms - expected.step_ms))
-
-    def _save(self, milliseconds: float) -> None:
-        """Add to the savings. Above the credit they grow only for a chunk."""
-        saved_ms = self._saved_ms + milliseconds
-        if not self._saving:
-            saved_ms = min(saved_ms, max(self._saved_ms, self._credit_ms))
-        self._saved_ms = saved_ms if self._token_ms else max(0.0, saved_ms)
-
-    def _oldest_first(self, oldest: Prompt, most: int) -> bool:
-        """The oldest comes first once others have had three times the time of its next chunk."""
-        if self._passed < OLDEST_EVERY - 1:
-            return False
-        if self._passed >= MOST_PASSED or not self._has_target:
-            return True
-        time = self._estimate([Prompt(self._enough(oldest, most), oldest.context)])
-        return self._passed_ms >= (OLDEST_EVERY - 1) * (time.ms - time.decode_ms)
-
-    def _within_target(self, prompts: list[Prompt], order: list[int], most: int) -> list[int]:
-        """Serve the first prompt if its share is worth a step; otherwise save time for it, and
-        serve prompts that end in this step."""
-        first, may_take_ms = order[0], self._may_take_ms
-        whole_ms = may_take_ms + self._credit_ms
-        tokens = shares(prompts, order, most, self._estimate(), may_take_ms, whole_ms)
-        self._saving = tokens[first] < self._enough(prompts[first], most)
-        if not self._saving:
-            return tokens
-        if self._passed < MOST_PASSED:
-            tokens = shares(prompts, order[1:], most, self._estimate(), may_take_ms, whole_ms)
-            return [share if share == prompt.tokens else 0 for share, prompt in zip(tokens, prompts, strict=True)]
-        return [0] * len(prompts)
-
-    def _enough(self, prompt: Prompt, most: int) -> int:
-        """Tokens worth a step: those that take twice the time of the fewest."""
-        fewest = min(prompt.tokens, max(1, most // MIN_CHUNK_DIVISOR))
-        time = self._estimate()
-        least = self._estimate([Prompt(fewest, prompt.context)])
-        return max(fewest, min(prompt.tokens, most, time.fitting(prompt.context, 2 * least.ms - time.decode_ms)))
+    @property
+    def _target_ms(self) -> float:
+        """Mean ms of steps that meet the target, at most the longest step's."""
+        return min(self._longest_ms, self._token_ms * self._tokens or math.inf)
 
     @property
-    def _has_target(self) -> bool:
-        """Without decode rows no target bounds the step."""
-        return self._times is not None and self._decodes.rows > 0 and self._target_ms < math.inf
+    def _credit_ms(self) -> float:
+        """What is saved at most, and what a prompt may borrow to be finished."""
+        return min(self._target_ms, self._longest_ms - self._target_ms) if self._token_ms else 0.0
+
+    @property
+    def _bounded(self) -> bool:
+        return self._decodes.rows > 0 and self._target_ms < math.inf
 
     def _mean_ms(self, decode_ms: float) -> float:
         return max(self._target_ms, decode_ms / (1 - PROMPT_TIME_SHARE))
 
     @property
     def _may_take_ms(self) -> float:
-        return self._mean_ms(self._estimate().decode_ms) + self._saved_ms
+        return self._mean_ms(self._estimate().decode_ms) + self._saved_ms if self._bounded else math.inf
+
+    def _save(self, milliseconds: float) -> None:
+        """Above the credit, time is saved only for a chunk."""
+        most_ms = math.inf if self.saving else self._credit_ms
+        least_ms = -math.inf if self._token_ms else 0.0
+        self._saved_ms = max(least_ms, min(self._saved_ms + milliseconds, most_ms))
+
+    def _enough(self, prompt: Prompt, most: int) -> int:
+        """Tokens worth a step: those that take twice the time of the fewest."""
+        wanted = min(prompt.tokens, most)
+        fewest = min(wanted, max(1, most // MIN_CHUNK_DIVISOR))
+        time = self._estimate()
+        return max(fewest, time.fitting(prompt.context, wanted, 2 * time.ms(fewest, prompt.context) - time.decode_ms))
 
     def _estimate(self, chunks: Iterable[Prompt] = ()) -> StepEstimate:
-        assert self._times is not None
         time = StepEstimate(self._times, self._decodes, self._slowed)
         for chunk in chunks:
             time.add(*chunk)

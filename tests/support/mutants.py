@@ -39,9 +39,9 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     "engine/core/step_budget.py": (
         ("pause-distorts-step-times", "engine/core/test_policy.py",
-         "min(milliseconds, MOST_SLOWED * expected.step_ms)", "milliseconds"),
+         "min(milliseconds, MOST_SLOWED * expected_ms)", "milliseconds"),
         ("decodes-leave-prompts-no-quarter", "engine/core/test_policy.py engine/core/test_scheduler.py",
-         "self._rows // 4, 1)", "1)"),
+         "rows // 4, 1)", "1)"),
         ("long-prompt-starves", "engine/core/test_policy.py",
          "(turn and index > 0, self", "(False, self"),
         ("lateness-has-no-floor", "engine/core/test_policy.py",

@@ -138,7 +138,7 @@ SIZES = (32, 64, 100)
 
 
 def with_drafts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepBudget, "drafts_with_prompts", lambda self, sequences, tokens: len(tokens) - 1)
+    monkeypatch.setattr(StepBudget, "drafts_pay", lambda self, sequences, drafts, tokens: True)
 
 
 def told(name: str, found: list[Burst]) -> None:
@@ -160,7 +160,7 @@ def test_a_burst_with_drafts(size: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert faulty.beside > 1.04 * five.beside
 
 
-@pytest.mark.parametrize("longest_ms", [60.0, 150.0, 300.0])
+@pytest.mark.parametrize("longest_ms", [60.0, 150.0, 250.0])
 @pytest.mark.parametrize("drafts", [0, 5])
 def test_no_step_is_longer_while_some_decode(longest_ms: float, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a hundredth, and no step has half of the time left where prompts wait. Planted fault: nothing bounds a step's time."""
@@ -168,7 +168,7 @@ def test_no_step_is_longer_while_some_decode(longest_ms: float, drafts: int, mon
     told(f"{longest_ms:.0f} ms, {drafts} drafts:", [found])
     assert 0.9 * longest_ms < found.gap_ms < 1.01 * longest_ms
     assert found.beside < 1.15 * found.prefill
-    monkeypatch.setattr(StepBudget, "_has_target", False)
+    monkeypatch.setattr(StepBudget, "_bounded", False)
     assert burst(SHARD_31B, 64, drafts, longest_step_ms=longest_ms).gap_ms > 1.3 * longest_ms
 
 
@@ -178,14 +178,17 @@ def test_whole_bursts_run_at_full_size_while_nobody_decodes() -> None:
     assert short == none < burst(SHARD_31B, 64, 0, prefill_budget=1024).prefill / 1.03
 
 
-def test_the_gap_of_a_26b_is_short_by_default() -> None:
-    """At most 0.12 s while 64 prompts of 1k come, and 100 prompts alone in 1.42 s; with the old budget in 1.7."""
+def test_the_gap_of_a_26b_is_short_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 0.106 s while 64 prompts of 1k come, where 0.116 were 0.125 on an H200, and 100 prompts alone in 1.42 s; with the old
+    budget in 1.7. Planted fault: steps with decode rows have the whole budget."""
     found, old = burst(EXPERTS_26B, 64, 0), burst(EXPERTS_26B, 100, 0, prefill_budget=2048)
     hundred = burst(EXPERTS_26B, 100, 0)
     told("26B: 64, 100, 100 with the old budget:", [found, hundred, old])
-    assert found.gap_ms <= 120
+    assert found.gap_ms <= 106
     assert hundred.prefill <= 1.42
     assert old.prefill > 1.7
+    monkeypatch.setattr("engine.core.step_budget.MOST_MIXED", 8192)
+    assert burst(EXPERTS_26B, 64, 0).gap_ms > 115
 
 
 def test_encodes_begin_while_prompts_before_them_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:

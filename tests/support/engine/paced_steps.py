@@ -90,7 +90,7 @@ class EstimatedRanks:
             expected.add(end - start, start)
             self._lengths[slot] = end
         self._lengths |= {slot: self._lengths[slot] + 1 for slot in decode_slots(plan)}
-        return self._ranks.run(plan)[0], expected.ms if plan.chunks else expected.decode_ms
+        return self._ranks.run(plan)[0], expected.ms() if plan.chunks else expected.decode_ms
 
 
 @dataclass

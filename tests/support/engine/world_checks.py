@@ -43,7 +43,7 @@ def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) ->
     if first is None:
         return
     passed[first.number] += first.slot not in {*decode_slots(plan), *(slot for slot, *_ in plan.chunks)}
-    assert passed[first.number] <= 32 * (MOST_PASSED + 1), (first, plan)
+    assert passed[first.number] <= 16 * (MOST_PASSED + 1), (first, plan)
     if first.planned > first.committed:
         passed[first.number] = 0
 
