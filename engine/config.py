@@ -77,7 +77,7 @@ class EngineSettings(FrozenStruct, kw_only=True):
     max_len: Annotated[int, Meta(ge=2)] = 2048
     """tokens of one sequence, prompt and output"""
     prefill_budget: Annotated[int, Meta(ge=1)] = 2048
-    """most rows of a step that computes prompt tokens, decode rows included, at most 7168 while some decode; a quarter is kept for
+    """most rows of a step that computes prompt tokens, decode rows included, at most 6656 while some decode; a quarter is kept for
     prompts"""
     longest_step_ms: Duration | None = None
     """longest step in ms while some sequences decode, which is the longest gap between their tokens: prompts get as many tokens as

@@ -13,7 +13,7 @@ from engine.lifeline import Points, StepTimes
 OLDEST_EVERY = 4  # of this many steps with prompt tokens at least one has some of the oldest prompt's
 MOST_PASSED = 31  # steps in a row with prompt tokens but none of the oldest's, while time is saved for it
 MIN_CHUNK_DIVISOR = 32  # a chunk below this fraction (1/32) of the budget is not worth a step
-MOST_MIXED = 7168  # rows of a step with decode rows: larger ones are no faster a token, and streams wait for them
+MOST_MIXED = 6656  # rows of a step with decode rows: larger ones are no faster a token, and streams wait for them
 PROMPT_TIME_SHARE = 0.2  # part of the time that belongs to prompts, whatever the target
 MOST_DECODED = 128  # steps with decode rows that an encode waits for at most
 PROMPTS_WAIT = 2.0  # what a ms of a step that prompts fill costs: those who decode wait, and those whose prompts it delays

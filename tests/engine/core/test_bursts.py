@@ -179,12 +179,12 @@ def test_whole_bursts_run_at_full_size_while_nobody_decodes() -> None:
 
 
 def test_the_gap_of_a_26b_is_short_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 0.106 s while 64 prompts of 1k come, where 0.116 were 0.125 on an H200, and 100 prompts alone in 1.42 s; with the old
+    """At most 0.1 s while 64 prompts of 1k come, where 0.116 were 0.125 on an H200, and 100 prompts alone in 1.42 s; with the old
     budget in 1.7. Planted fault: steps with decode rows have the whole budget."""
     found, old = burst(EXPERTS_26B, 64, 0), burst(EXPERTS_26B, 100, 0, prefill_budget=2048)
     hundred = burst(EXPERTS_26B, 100, 0)
     told("26B: 64, 100, 100 with the old budget:", [found, hundred, old])
-    assert found.gap_ms <= 106
+    assert found.gap_ms <= 100
     assert hundred.prefill <= 1.42
     assert old.prefill > 1.7
     monkeypatch.setattr("engine.core.step_budget.MOST_MIXED", 8192)
