@@ -84,7 +84,7 @@ class StepEstimate:
         self._rest_ms += context * (self._times.read_ms + self._times.attend_ms * tokens)
 
     def fitting(self, context: int, most: int, target_ms: float) -> int:
-        """The most tokens, in whole tiles or `most`, with which the step takes at most `target_ms`."""
+        """Tokens of a chunk, in whole tiles, with which the step takes at most `target_ms`."""
         if self.ms(most, context) <= target_ms:
             return most
         ends = range(-self._rows % self._times.tile, most, self._times.tile)
@@ -162,8 +162,8 @@ class StepBudget:
         return max(rows - decode_rows, rows // 4, 1)
 
     def drafts_pay(self, sequences: int, drafts: int, tokens: Sequence[float]) -> bool:
-        """Whether drafts save PROMPTS_WAIT times the cost of making and verifying them in a step that prompts fill.
-        `tokens`: given with 0, 1, ... drafts."""
+        """Whether they save PROMPTS_WAIT times their cost in a step that prompts fill. `tokens`: given
+        with 0, 1, ... drafts."""
         times = self._times
         if not times.drafts:
             return True
@@ -172,11 +172,8 @@ class StepBudget:
         return (tokens[drafts] - 1) * token_ms > PROMPTS_WAIT * cost_ms
 
     def share(self, prompts: list[Prompt], most: int, decodes: DecodeRows) -> list[int]:
-        """Tokens of each prompt, in the order of `Policy.order`. `share_rest` may add to it, and
-        `planned` gets the outcome.
-
-        If the first prompt's share is not worth a step, time is saved for it, and only prompts that
-        end in this step have tokens."""
+        """Tokens of each prompt, given as in `Policy.order`. If the first one's are not worth a step,
+        time is saved, and only prompts that end in this step have some."""
         self._decodes = decodes
         order = self._policy.order(prompts, self._passed >= OLDEST_EVERY - 1)
         first = order[0]
@@ -209,7 +206,6 @@ class StepBudget:
         return step_ms
 
     def record(self, expected_ms: float, milliseconds: float, *, prompts: bool) -> None:
-        """A step took that long. One without prompts changes its own mean, too."""
         milliseconds = min(milliseconds, MOST_SLOWED * expected_ms)
         self._slowed *= 1 + (milliseconds / expected_ms - 1) / AVERAGED_STEPS
         self._save(expected_ms - milliseconds)
