@@ -23,6 +23,7 @@ import kernels.sequence_parallel
 from engine.config import EngineConfig, Mtp
 from engine.geometry import kv_groups, read_geometry
 from engine.memory import INBOX_BYTES, exchange_bytes, inbox_rows
+from engine.quantisation import read_quantisation
 from engine.rank.attention import attention_backend
 from engine.rank.batch import Chunk, eager_batch
 from engine.rank.kv import GroupCache, KVCache
@@ -39,6 +40,7 @@ from kernels.sequence_parallel import SequenceParallel, sum_norm
 from tests.bench.sequence_parallel import Mlps
 from tests.conftest import Nano
 from tests.support import interpreter
+from tests.support.engine.quantised import saved
 from tests.support.engine.shared_memory import mapped
 from tests.support.repo_rules import ROOT
 
@@ -152,7 +154,7 @@ def layers(parallel: Parallel, folder: Path) -> Forward:
     """A whole model, over one chunk: its final rows, and of another forward two of them alone."""
     geometry = read_geometry(folder)
     model = Gemma4(geometry, parallel, torch.float32, CPU)
-    load(model, TENSORS, folder)
+    load(model, TENSORS, folder, read_quantisation(folder))
     cache = KVCache([GroupCache(group, 2, 1, max(ROWS), CPU) for group in kv_groups(geometry, parallel.size, dtype="float32")])
     for group in cache:
         group.table[0, 0] = 1
@@ -177,6 +179,14 @@ def test_norms_of_own_rows_give_what_an_all_reduce_gives(size: int) -> None:
 def test_a_model_gives_the_same_final_rows(nano: Nano, size: int) -> None:
     """Attention, embedding and the last norm too."""
     assert Group(size, Pausing, nano("31b")).distance() < 1e-4
+
+
+@pytest.mark.parametrize(("kind", "size"), [("int8", 2), ("int8", 4)])
+def test_a_quantised_model_gives_the_same_final_rows(nano: Nano, tmp_path: Path, kind: str, size: int) -> None:
+    """A format with a product of its own computes each piece. Planted fault: parts are not sent."""
+    folder = saved(nano("31b"), tmp_path / "saved", kind=kind)
+    assert Group(size, Pausing, folder).distance() < 1e-4
+    assert Group(size, Unsent, folder).distance() > 0.01
 
 
 @pytest.mark.parametrize("size", [2, 3])
