@@ -24,7 +24,7 @@ from engine.core.draft_policy import DraftPolicy
 from engine.core.requests import Requests
 from engine.core.results import ChunkRow, InFlightStep, Results
 from engine.core.sequence import Sequence
-from engine.core.step_budget import POLICIES, DecodeRows, Prompt, StepBudget, prompt_token_ms
+from engine.core.step_budget import POLICIES, UNMEASURED, DecodeRows, Prompt, StepBudget, prompt_token_ms
 from engine.geometry import KVGroup
 from engine.kv_events import CacheEvents
 from engine.lifeline import StepTimes
@@ -33,8 +33,6 @@ from engine.memory import ENCODER_ROWS, longest_sequence
 from engine.plan import MAX_SCORED, ROW_MASKED, StepPlan, StepResult
 from engine.protocol import DraftSwitches, Load, MediaItem, PoolLoad
 from engine.step_shapes import buckets
-
-NOT_MEASURED = StepTimes((), (), (), 0.0, 0.0, 0.0, 1)
 
 
 class StepBuilder(InFlightStep, kw_only=True):
@@ -80,10 +78,7 @@ class Scheduler:
         longest = longest_sequence(groups, pages)
         self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest, encoders, adapters)
         self._pending = self.requests.pending
-        numbers = config.drafts if config.mtp.drafts == "auto" else config.drafts[-1:]
-        measured = times or NOT_MEASURED
-        known = [points for drafts, points in measured.drafts if drafts in numbers]
-        self._draft_policy = DraftPolicy(numbers, buckets(config.max_seqs), known, prompt_token_ms(measured))
+        self._draft_policy = _draft_policy(config, times or UNMEASURED)
         self._results = Results(self.requests, self._draft_policy)
         policy = POLICIES[config.policy]
         self._admissions = Admissions(self.requests, policy, config.prefill_budget)
@@ -345,6 +340,12 @@ class Scheduler:
                 return False
             self.requests.preempt(youngest)
         return True
+
+
+def _draft_policy(config: EngineConfig, times: StepTimes) -> DraftPolicy:
+    numbers = config.drafts if config.mtp.drafts == "auto" else config.drafts[-1:]
+    known = [points for drafts, points in times.drafts if drafts in numbers]
+    return DraftPolicy(numbers, buckets(config.max_seqs), known, prompt_token_ms(times))
 
 
 def _decode_rows(decoding: list[Sequence], drafts: int) -> DecodeRows:

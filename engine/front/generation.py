@@ -183,6 +183,13 @@ class PlainText:
         return _content(self._detokenizer.flush())
 
 
+def _reader(text: TextProcessor, job: Job, prompt: Sequence[int]) -> ReplyParser | PlainText:
+    skip = job.skip_special_tokens
+    if job.markers is None:
+        return PlainText(Detokenizer(text.pieces, skip_special_tokens=skip))
+    return ReplyParser(text.pieces, job.markers, job.tools, prompt=prompt, show_special=not skip)
+
+
 class Generation:
     """One choice while it is generated, for one reader."""
 
@@ -205,12 +212,7 @@ class Generation:
         self.clock = self.stream.clock
         self.cached = self.accepted = self.rejected = 0
         self.has_ended = False
-        skip = job.skip_special_tokens
-        self._reader: ReplyParser | PlainText = (
-            PlainText(Detokenizer(text.pieces, skip_special_tokens=skip))
-            if job.markers is None
-            else ReplyParser(text.pieces, job.markers, job.tools, prompt=prompt, show_special=not skip)
-        )
+        self._reader = _reader(text, job, prompt)
         self._one_call = job.one_call
         self._may_stop_early = bool(job.stops) or job.one_call
         self._stops = StopStrings(job.stops)

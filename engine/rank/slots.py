@@ -25,6 +25,14 @@ from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SlotParameters
 _RECORD = np.dtype(list(RECORD_FIELDS))
 
 
+def _parameters(slots: int, device: torch.device) -> SlotParameters:
+    return SlotParameters(
+        integers=torch.zeros((slots, 3), dtype=torch.int64, device=device),
+        floats=torch.zeros((slots, 3), dtype=torch.float32, device=device),
+        stop=torch.full((slots, MAX_STOP_IDS), -1, dtype=torch.int32, device=device),
+    )
+
+
 class SlotState:
     """Device tables of all slots, and the host's mirror of what plans decide. adapters: int32
     [slots], -1: none."""
@@ -36,11 +44,7 @@ class SlotState:
         self.padding = slots
         self.tokens = torch.zeros((slots + 1, max_len + 1 + drafts), dtype=torch.int32, device=device)
         self.lengths = torch.zeros(slots + 1, dtype=torch.int32, device=device)
-        self.parameters = SlotParameters(
-            integers=torch.zeros((slots + 1, 3), dtype=torch.int64, device=device),
-            floats=torch.zeros((slots + 1, 3), dtype=torch.float32, device=device),
-            stop=torch.full((slots + 1, MAX_STOP_IDS), -1, dtype=torch.int32, device=device),
-        )
+        self.parameters = _parameters(slots + 1, device)
         self.adapters = torch.full((slots + 1,), NO_ADAPTER, dtype=torch.int32, device=device)
         self._adapters = np.full(slots + 1, NO_ADAPTER, np.int32)
         self._numbers = np.zeros(slots, np.int32)

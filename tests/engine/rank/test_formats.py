@@ -86,6 +86,17 @@ def test_four_ranks_give_the_same(base: Base, tmp_path: Path, kind: str) -> None
     assert distance(exact(folder, 4).roll(1, 0), expected) > FAULT
 
 
+@pytest.mark.parametrize(("member", "targets"), [("31b", r"re:.*\.mlp\..*"), ("26b-a4b", r"re:.*\.experts\..*")])
+def test_a_folder_with_a_quantised_part(base: Base, tmp_path: Path, member: str, targets: str) -> None:
+    """In int8 are the MLPs alone, or the routed experts alone: logits are those of its numbers in a plain folder, on one rank and
+    on two. Those of a folder that is quantised whole are not."""
+    folder = saved(base(member), tmp_path / "part", targets, kind="int8")
+    plain = dequantised(folder, tmp_path / "plain")
+    expected = logits(plain, read_quantisation(plain))
+    assert max(distance(exact(folder, tp), expected) for tp in (1, 2)) < TOLERANCE
+    assert distance(exact(saved(base(member), tmp_path / "whole", kind="int8")), expected) > FAULT
+
+
 def of_scales(change: Callable[[Tensor], Tensor], *ends: str) -> Fault:
     """Changes the tensors of MLPs whose names have these ends."""
 

@@ -9,6 +9,7 @@ import torch
 
 from engine.config import EngineConfig, engine_config
 from engine.plan import StepPlan, encode_plan, read_plan
+from engine.quantisation import Quantisation
 from engine.rank.builder import build, load_rank
 from engine.rank.parallel import FirstOfGroup
 from engine.rank.runner import Runner
@@ -16,11 +17,13 @@ from engine.rank.stages.forward_stage import Forwarded
 from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS
 from engine.rank.step_clock import HostEvent
 from engine.step_shapes import StepShapes, StepSizes, mixed_widths
+from engine.weight_formats import INT8
 from kernels.slots import gather_pages
 from tests.nano.random_models import model_folder
 from tests.support.compiled import compile_node
 from tests.support.engine import drafters
-from tests.support.engine.listed_steps import META, SLOTS, drafts, int32, mixed, sampled, step
+from tests.support.engine.listed_steps import META, SLOTS, drafts, geometry, int32, mixed, sampled, step
+from tests.support.engine.quantised import saved
 from tests.support.launches import Node, record
 
 pytestmark = pytest.mark.cpu
@@ -113,6 +116,24 @@ def test_a_dense_layer_is_seven_launches(rows: int) -> None:
     layer = [products, "decode_kernel", products, "_allreduce_norm", products, products, "_allreduce_norm"]
     before = ["_apply", "_inputs", "_pages", "_pages", "_rotary", "_rotary", "_embed", "_allreduce_norm"]
     assert names == before + 60 * layer + [products, "_local_best", "_choose"]
+
+
+def test_a_layer_in_int8() -> None:
+    """Products are the library's; the sums of their parts go over inboxes in our norms, as with other formats."""
+    weights = Quantisation(((("Linear",), INT8),))
+    names = [node.kernel for node in step("random:31b", 8, weights=weights)]
+    layer = ["decode_kernel", "_allreduce_norm", "_gelu_mul", "_allreduce_norm"]
+    assert names[8:-3] == len(geometry("random:31b").layers) * layer
+    assert names.count("_allreduce_norm") == [node.kernel for node in step("random:31b", 8)].count("_allreduce_norm")
+
+
+def test_captured_steps_with_prompts_in_int8(tmp_path: Path) -> None:
+    """Steps of other sizes launch nothing but what the start has launched. Planted fault: the products of plain weights are new."""
+    folder = saved(model_folder("random:31b"), tmp_path / "saved", kind="int8")
+    runner, ready = started(str(folder), tmp_path, StepShapes.of)
+    assert any(sizes.prompts for sizes in runner.shapes.sizes)
+    assert set().union(*(met(runner, *size, 1) for size in ((1, 0), (13, 3), (200, 1), (1001, 7)))) <= ready
+    assert not variants(step("random:31b", 8)) <= ready
 
 
 @pytest.mark.parametrize("rows", [1, 8, 24, 64])

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from engine.geometry import Geometry, kv_groups, read_geometry
+from engine.quantisation import UNQUANTISED, Quantisation
 from engine.rank.attention import attention_backend
 from engine.rank.batch import ForwardBatch, frequencies_of
 from engine.rank.kv import GroupCache, KVCache
@@ -45,18 +46,18 @@ def geometry(member: str) -> Geometry:
     return read_geometry(model_folder(member if ":" in member else f"dummy:{member}"))
 
 
-def rank(shape: Geometry) -> tuple[Gemma4, KVCache]:
+def rank(shape: Geometry, weights: Quantisation = UNQUANTISED) -> tuple[Gemma4, KVCache]:
     """A model, and its pages."""
     model = Gemma4(shape, FirstOfGroup(TP), torch.bfloat16, META)
-    allocate(model, TENSORS)
+    allocate(model, TENSORS, weights)
     return model, KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)])
 
 
 @cache
-def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, ...]:
+def step(member: str, rows: int, buckets: tuple[int, ...] = (), weights: Quantisation = UNQUANTISED) -> tuple[Node, ...]:
     """The launches of a decode step of `rows` rows on one rank of four: inputs, forward, sampling."""
     shape = geometry(member)
-    model, cache = rank(shape)
+    model, cache = rank(shape, weights)
     shares_rows = not shape.residual_is_read
     shared = make_inboxes(FirstOfGroup(TP), 256, shape.summed_width, torch.bfloat16, shares_rows=shares_rows)
     parameters = SlotParameters(
