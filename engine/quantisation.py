@@ -47,8 +47,7 @@ class Quantisation:
         return next((weights for targets, weights in self.groups if _ALL in targets or _names(targets, matrix)), PLAIN)
 
     def is_unused(self, name: str) -> bool:
-        """Whether a tensor is no part of a matrix: a scale of KV pages, or of a quantised matrix's
-        activations."""
+        """Whether it is a scale of KV pages, or of a quantised matrix's activations."""
         matrix = _INPUT_SCALE.fullmatch(name)
         return KV_SCALE.fullmatch(name) is not None or (matrix is not None and self.format_of(matrix[1]) is not PLAIN)
 
@@ -87,7 +86,7 @@ def read_quantisation(folder: Path, setting: str = "auto") -> Quantisation:
 
 
 def _kv_format(settings: JsonObject) -> str:
-    """The KV cache that the folder asks for, or an empty string."""
+    """What the folder asks for."""
     asked = settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo") or ""
     return _scheme(asked) if isinstance(asked, dict) else str(asked)
 
@@ -112,7 +111,7 @@ def _format(folder: Path, scheme: str, setting: str) -> WeightFormat:
 
 
 def _settings(folder: Path, config: JsonObject) -> JsonObject:
-    """The folder's quantisation settings; empty without."""
+    """The folder's quantisation settings."""
     said = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if said is None and (modelopt := read_optional(folder / "hf_quant_config.json")):
         said = {"quant_method": "modelopt", **(modelopt.get("quantization") or {})}
@@ -124,7 +123,6 @@ def _has_experts(config: JsonObject) -> bool:
 
 
 def _schemes(settings: JsonObject) -> Iterable[tuple[tuple[str, ...], str]]:
-    """Targets and scheme of each group of matrices."""
     method = str(settings.get("quant_method") or "an unnamed format")
     groups = settings.get("config_groups") or {}
     if method == "compressed-tensors":

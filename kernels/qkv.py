@@ -49,7 +49,7 @@ def replace_unturned(x: Tensor, other: Tensor, pairs: int) -> Tensor:
 
 
 def by_head(scale: Tensor, heads: int) -> Tensor:
-    """scale fp32 [kv_heads] -> [heads, 1], of each head's KV head."""
+    """[kv_heads] -> [heads, 1]."""
     return scale.repeat_interleave(heads // len(scale))[:, None]
 
 
@@ -181,7 +181,7 @@ def append_kv(raw, v_offset, cos_sin, k_norm, line, used, KEPT: constexpr, eps, 
 
 @triton.jit
 def scales_of(scales, head, KV_HEADS: constexpr):
-    """What a KV head's stored K and V are multiplied with; 1 without scales."""
+    """K's and V's of a KV head."""
     if scales is None:
         k, v = 1.0, 1.0
     else:

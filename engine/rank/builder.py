@@ -124,7 +124,6 @@ def kv_bytes(rank: Rank) -> int:
 def kv_cache(
     config: EngineConfig, pages: Sequence[int], device: torch.device, scales: Mapping[int, torch.Tensor] = MappingProxyType({})
 ) -> KVCache:
-    """scales: of e4m3 pages, by layer."""
     slots = config.max_seqs + 1  # one for padding rows
     groups = zip(config.kv_groups, pages, strict=True)
     made = KVCache([GroupCache(group, count, slots, config.max_len, device, config.widest) for group, count in groups])

@@ -91,7 +91,8 @@ def step(pool: Tensor, scales: Tensor | None, *, appends: bool = True) -> Tensor
     slots = torch.arange(2, dtype=torch.int32)
     qkv_post(raw, appended[1], table, slots, last, rope, *norms, EPS, appended[0], scales=scales)
     places = table[slots, last // PAGE].long(), last.long() % PAGE
-    assert torch.equal(pool.float()[places[0], :, :, places[1]], appended[1].float()[places[0], :, :, places[1]])
+    ours, theirs = (each.float()[places[0], :, :, places[1]] for each in (pool, appended[1]))
+    assert torch.allclose(ours, theirs, rtol=1e-4 if scales is None else 1 / 7, atol=1e-5)  # on a GPU sums of other orders: a step
     return out
 
 
