@@ -15,11 +15,12 @@ from engine.weight_formats import FORMATS, PLAIN, WeightFormat
 _ALL = "Linear"  # a target: every matrix
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _FUSED_EXPERTS = r"re:.*\.experts\.(gate_up|down)_proj$"  # no `Linear`
-_KV_SCALE = re.compile(r".*\.self_attn\.(([qkv]|kv)_scale|[qkv]_proj\.([qkv]_scale|output_scale))")
+KV_SCALE = re.compile(r".*\.self_attn\.(([qkv]|kv)_scale|[qkv]_proj\.([qkv]_scale|output_scale))")
 _INPUT_SCALE = re.compile(r"(.*)\.input_(global_)?scale")
 
 Groups = tuple[tuple[tuple[str, ...], WeightFormat], ...]  # targets and format of each
 _READ = "compressed-tensors and modelopt FP8 (channel, tensor, 128x128 block), NVFP4, W8A8 int8, W4A16 int4 (groups 32, 64, 128)"
+_KV_FP8 = ("", "FP8", "8-bit float tensor", "8-bit float attn_head")
 _IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert")  # lists of plain matrices
 
 
@@ -30,7 +31,8 @@ class Quantisation:
     groups: Groups = ()  # targets (names, `re:` patterns, `*`, or `Linear` for all) and the format of their matrices
     ignored: tuple[str, ...] = ()  # names and patterns of plain matrices
     fused: bool = True  # a layer's experts are one tensor, else one each
-    notes: tuple[str, ...] = ()  # settings without effect, a sentence each
+    notes: tuple[str, ...] = ()  # settings that are not followed, a sentence each
+    has_kv_scales: bool = True  # scales of K and V are those of fp8 pages
 
     @property
     def name(self) -> str:
@@ -45,12 +47,9 @@ class Quantisation:
         return next((weights for targets, weights in self.groups if _ALL in targets or _names(targets, matrix)), PLAIN)
 
     def is_unused(self, name: str) -> bool:
-        """Whether a tensor is an unneeded scale: of fp8 KV pages, or of a quantised matrix's
-        activations."""
-        if not self.groups:
-            return False
+        """Whether it is a scale of KV pages, or of a quantised matrix's activations."""
         matrix = _INPUT_SCALE.fullmatch(name)
-        return _KV_SCALE.fullmatch(name) is not None or (matrix is not None and self.format_of(matrix[1]) is not PLAIN)
+        return KV_SCALE.fullmatch(name) is not None or (matrix is not None and self.format_of(matrix[1]) is not PLAIN)
 
     def drawn(self) -> "Quantisation":
         """The formats of a random checkpoint."""
@@ -65,28 +64,38 @@ def read_quantisation(folder: Path, setting: str = "auto") -> Quantisation:
     asked."""
     config = read_optional(folder / "config.json")
     settings = _settings(folder, config)
+    schemes = tuple(_schemes(settings))
+    kv_format = _kv_format(settings)
     fused = not (_has_experts(config) and any(_ONE_EXPERT.search(name) for name in tensor_names(folder)))
     wanted, *_ = FORMATS.get(setting, (PLAIN,))
-    if settings is None:
+    notes = tuple(_notes(kv_format))
+    has_scales = kv_format in _KV_FP8
+    if not schemes:
         if wanted is PLAIN and setting in ("auto", "plain"):
-            return Quantisation(fused=fused)
+            return Quantisation((), (), fused, notes, has_scales)
         if wanted.packer is not None:
-            return Quantisation((((_ALL,), wanted.packed_at_load()),), fused=fused)
+            return Quantisation((((_ALL,), wanted.packed_at_load()),), (), fused, notes, has_scales)
         raise CheckpointError(f"{folder}: this checkpoint is not quantised; Quartet loads {setting} weights")
     ignored = tuple(next((settings[key] for key in _IGNORED if settings.get(key)), ()))
     if fused and settings.get("quant_method") == "compressed-tensors":
         ignored += (_FUSED_EXPERTS,)
-    groups = tuple((targets, _format(folder, scheme, setting)) for targets, scheme in _schemes(settings))
-    return Quantisation(groups, ignored, fused, tuple(_notes(settings, groups)))
-
-
-def _notes(settings: JsonObject, groups: Groups) -> Iterable[str]:
-    """Settings without effect."""
+    groups = tuple((targets, _format(folder, scheme, setting)) for targets, scheme in schemes)
     if any(weights.is_static for _, weights in groups):
-        yield "the folder's static scales of activations are not used: each token's activations get a scale of their own"
-    if asked := settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo"):
-        kind = _scheme(asked) if isinstance(asked, dict) else asked
-        yield f"the folder asks for a KV cache in {kind}: its scales are not used"
+        notes += ("the folder's static scales of activations are not used: each token's activations get a scale of their own",)
+    return Quantisation(groups, ignored, fused, notes, has_scales)
+
+
+def _kv_format(settings: JsonObject) -> str:
+    """What the folder asks for."""
+    asked = settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo") or ""
+    return _scheme(asked) if isinstance(asked, dict) else str(asked)
+
+
+def _notes(kv_format: str) -> Iterable[str]:
+    if kv_format in _KV_FP8[1:]:
+        yield f"the folder asks for a KV cache in {kv_format}: `kv_dtype: fp8` serves it so, with the folder's scales"
+    elif kv_format:
+        yield f"the folder asks for a KV cache in {kv_format}: its scales are not used"
 
 
 def _format(folder: Path, scheme: str, setting: str) -> WeightFormat:
@@ -101,12 +110,12 @@ def _format(folder: Path, scheme: str, setting: str) -> WeightFormat:
     return found
 
 
-def _settings(folder: Path, config: JsonObject) -> JsonObject | None:
-    """The folder's quantisation settings, or None."""
+def _settings(folder: Path, config: JsonObject) -> JsonObject:
+    """The folder's quantisation settings."""
     said = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if said is None and (modelopt := read_optional(folder / "hf_quant_config.json")):
         said = {"quant_method": "modelopt", **(modelopt.get("quantization") or {})}
-    return said
+    return said or {}
 
 
 def _has_experts(config: JsonObject) -> bool:
@@ -129,7 +138,7 @@ def _schemes(settings: JsonObject) -> Iterable[tuple[tuple[str, ...], str]]:
         yield from ((tuple(names), scheme) for scheme, names in by_scheme.items())
     elif blocks := settings.get("weight_block_size"):
         yield (_ALL,), f"{method}, {'x'.join(map(str, blocks))} {settings.get('activation_scheme')}"
-    else:
+    elif settings and (method != "modelopt" or settings.get("quant_algo")):  # ModelOpt may quantise the KV cache alone
         yield (_ALL,), ", ".join(filter(None, (method, settings.get("quant_algo"))))
 
 

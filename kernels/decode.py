@@ -117,6 +117,7 @@ def decode_attention(
     splits: int,
     tile: DecodeTile | None = None,
     bucket: int = 0,
+    scales: Tensor | None = None,
 ) -> None:
     """Attention of one layer for decode rows, written to `out`; appends each row's K and V to its
     page.
@@ -131,6 +132,7 @@ def decode_attention(
     q_norm    [d], k_norm [d] or None; v is normed without weight
     out       [rows, heads * d] in qkv's dtype
     bucket    rows that the tile is for, if more than are launched
+    scales    fp32 [2, kv_heads] of e4m3 pages: what stored K and V are multiplied with
     """
     rows, d = qkv.shape[0], pool.shape[4]
     assert len(out) == len(page_ids) == len(positions) == rows, (qkv.shape, out.shape)
@@ -141,8 +143,8 @@ def decode_attention(
     if not enabled(qkv):
         q, own_rows = qkv.new_empty(rows, heads, d), torch.arange(rows, device=qkv.device)
         gathered = positions - first_page(positions, page, window) * page  # counted from the first page of `page_ids`
-        qkv_post(qkv, pool, page_ids, own_rows, gathered, cos_sin, q_norm, k_norm, eps, q)
-        attend_rows(q, pool, page_ids, positions, window, out.view(q.shape))
+        qkv_post(qkv, pool, page_ids, own_rows, gathered, cos_sin, q_norm, k_norm, eps, q, scales=scales)
+        attend_rows(q, pool, page_ids, positions, window, out.view(q.shape), scales)
         return
     kv_projections, pairs = (qkv.shape[1] // d - heads) // kv_heads, cos_sin.shape[1] // 2
     if tile is None:
@@ -150,11 +152,12 @@ def decode_attention(
         ctas, itemsize = max(rows, bucket) * kv_heads * splits, pool.element_size()
         read = read_pairs(pairs, itemsize) if kv_projections == 1 else 0
         tile = decode_tile(d, page, ctas, turns, itemsize, shared_memory(qkv), read)
+    assert scales is None or not tile.pairs, "with scales K is not V times a weight"
     check_contiguous(*inputs, out)
     assert heads // kv_heads <= ROWS.value, (heads, kv_heads)
     launch(
         decode_kernel, (qkv.shape[0], kv_heads * tile.values, splits),
-        qkv, pool, page_ids, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, out,
+        qkv, pool, page_ids, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, scales, out,
         scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1], eps,
         HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=pairs, KV_PROJECTIONS=kv_projections, WINDOW=window or 0, PAGE=page,
         SPLITS=splits, KEYS=tile.keys, VALUES=tile.values, EARLY=tile.early, V_AS_K=tile.pairs > 0,

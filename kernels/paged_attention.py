@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from kernels.launch import cdiv
+from kernels.qkv import by_head
 from kernels.slots import first_page
 
 _GATHERED = 1 << 20  # elements of K gathered at once: what a cache holds
 
 
-def attend_rows(q: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, window: int | None, out: Tensor) -> None:
+def attend_rows(
+    q: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, window: int | None, out: Tensor, scales: Tensor | None = None
+) -> None:
     """`kernels.verify.verify_attention` in plain torch, of `rows` rows of `q_len` queries.
 
     q and out [rows * q_len, heads, d]; pool one layer's; page_ids int32 [rows, width]; positions
@@ -30,6 +33,8 @@ def attend_rows(q: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, wi
     for block, pages in _row_blocks((at.amax(1) + 1).tolist(), pool, reach):
         attended[block] = attention(queries[block], pool, page_ids[block, :pages], first[block], at[block], window, at[block])
     out.masked_fill_((positions < 0)[:, None, None], 0.0)
+    if scales is not None:
+        out.mul_(by_head(scales[1], out.shape[1]))
 
 
 def attention(

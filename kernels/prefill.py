@@ -16,6 +16,7 @@ from triton.language import constexpr
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
 from kernels.numerics import cast, dot, operand, softmax_step
 from kernels.paged_attention import attention
+from kernels.qkv import by_head, scales_of
 from kernels.slots import first_page
 from kernels.splitkv import page_of
 
@@ -37,6 +38,7 @@ def extend_attention(
     window: int | None,
     out: Tensor,
     last_seen: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> None:
     """q [T, heads, d], normed and roped, in `kernels.qkv.query_dtype` -> out [T, heads, d]; rows
     without a tile stay.
@@ -47,6 +49,7 @@ def extend_attention(
            0 is skipped. Below position 0 out is 0
     window keys a position sees, its own included; None: all
     last_seen int32 [T]: last position that each row sees, in the same chunk; below its own, or None: its own
+    scales as in `kernels.decode.decode_attention`; q has K's
     """
     if not enabled(q):
         for slot, row, position, count in tiles.tolist():
@@ -56,6 +59,8 @@ def extend_attention(
             elif count:
                 seen = None if last_seen is None else last_seen[rows]
                 out[rows] = paged_prefill(q[rows], pool, table[slot], position, window, seen)
+                if scales is not None:
+                    out[rows] *= by_head(scales[1], out.shape[1])
         return
     check_contiguous(q, pool, table, tiles, out)
     kv_heads, page, d = pool.shape[2:]
@@ -66,7 +71,7 @@ def extend_attention(
     parts = d // values * cdiv(tile_tokens(heads, kv_heads), tokens)
     launch(
         _extend, (parts, len(tiles), kv_heads),  # those that read the same keys one after the other
-        q, pool, table, tiles, out, table.shape[1], last_seen,
+        q, pool, table, tiles, out, table.shape[1], last_seen, scales,
         HEADS=heads, KV_HEADS=kv_heads, D=d, VALUES=values, WINDOW=window or 0, PAGE=page, TOKENS=tokens,
         ROWS=max(tile_rows, next_power_of_2(group)), KEYS=tile_keys, warps=8 if tile_rows >= 64 else 4, stages=2,
     )  # fmt: skip
@@ -106,7 +111,7 @@ def _tile_sizes(d: int, values: int, itemsize: int, stored: int, shared: int) ->
 
 @triton.jit(do_not_specialize=["width"])
 def _extend(
-    q, pool, table, tiles, out, width, last_seen,
+    q, pool, table, tiles, out, width, last_seen, scales,
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, VALUES: constexpr, WINDOW: constexpr, PAGE: constexpr, TOKENS: constexpr,
     ROWS: constexpr, KEYS: constexpr, PDL: constexpr,
 ):  # fmt: skip
@@ -155,7 +160,8 @@ def _extend(
     state = _walk(queries, side, ids, width, right, end, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, True)
     row_max, row_sum, acc = state
     out_at = out + (offset + columns[None, :])
-    tl.store(out_at, cast(acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None], out.dtype.element_ty), live)
+    acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None] * scales_of(scales, head, KV_HEADS)[1]
+    tl.store(out_at, cast(acc, out.dtype.element_ty), live)
 
 
 @triton.jit

@@ -48,6 +48,11 @@ def replace_unturned(x: Tensor, other: Tensor, pairs: int) -> Tensor:
     return torch.where(torch.arange(d, device=x.device) % (d // 2) < pairs, x, other)
 
 
+def by_head(scale: Tensor, heads: int) -> Tensor:
+    """[kv_heads] -> [heads, 1]."""
+    return scale.repeat_interleave(heads // len(scale))[:, None]
+
+
 def store_kv(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
     """k and v [T, kv_heads, d] to `offsets` int [T] of `pages` int [T], in int64: a pool exceeds
     2^31 elements."""
@@ -69,13 +74,15 @@ def qkv_post(
     q: Tensor,
     *,
     fold: bool = False,
+    scales: Tensor | None = None,
 ) -> None:
     """Raw product of T tokens -> normed and roped q [T, heads, d]; K and V go into their pages.
 
     qkv [T, (heads + kv_projections * kv_heads) * d], cos_sin fp32 [T, 2 * pairs], norms and pool as
     in `decode_attention`; table int32 [slots, width]; slots and positions int [T]. A padding row
     (position -1) writes no pages; its q is zero. fold: multiply q by k_norm where rope does not
-    turn it, for attention that reads V in K's place.
+    turn it, for attention that reads V in K's place. scales: fp32 [2, kv_heads], what stored K and V
+    are multiplied with; K's goes into q.
     """
     heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
     kv_projections = (qkv.shape[1] // d - heads) // kv_heads
@@ -85,22 +92,29 @@ def qkv_post(
         cos, sin = cos_sin.chunk(2, 1)
         if fold and k_norm is not None:
             q_norm = replace_unturned(q_norm, q_norm * k_norm, cos.shape[1])
+        if scales is not None:
+            q_norm = q_norm.float() * by_head(scales[0], heads)
         q.copy_(norm_rope(raw, q_norm, cos, sin, eps))
         q.masked_fill_((positions < 0)[:, None, None], 0)
         if not kv:
             return
         assert k_norm is not None, "a layer that writes K needs its norm"
+        v_norm = None
+        if scales is not None:
+            k_norm = k_norm.float() / scales[0, :, None]
+            v_norm = 1 / scales[1, :, None]
         k = norm_rope(kv[0], k_norm, cos, sin, eps, pool.dtype)
-        v = rms_norm(kv[-1], None, eps, torch.float32).to(pool.dtype)
+        v = rms_norm(kv[-1], v_norm, eps, torch.float32).to(pool.dtype)
         live = positions >= 0
         if not live.all():
             slots, positions, k, v = slots[live], positions[live], k[live], v[live]
         store_kv(pool, table[slots, positions // page], positions % page, k, v)
         return
+    assert scales is None or not fold, "with scales K is not V times a weight"
     inputs = (qkv, pool, table, slots, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, q)
     check_contiguous(*inputs)
     launch(
-        _post, (qkv.shape[0], kv_heads), *inputs, table.shape[1], eps,
+        _post, (qkv.shape[0], kv_heads), *inputs, scales, table.shape[1], eps,
         HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=cos_sin.shape[1] // 2, KV_PROJECTIONS=kv_projections, PAGE=page, FOLD=fold,
         warps=4 if heads // kv_heads * d >= 1024 else 2,
     )  # fmt: skip
@@ -108,7 +122,7 @@ def qkv_post(
 
 @triton.jit(do_not_specialize=["width", "slots", "positions"])  # rows may begin anywhere
 def _post(
-    qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm, q, width, eps,
+    qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm, q, scales, width, eps,
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, KV_PROJECTIONS: constexpr, PAGE: constexpr,
     FOLD: constexpr, PDL: constexpr,
 ):  # fmt: skip
@@ -124,6 +138,7 @@ def _post(
     if FOLD:
         low, high = load_halves(k_norm + half, live & (half >= PAIRS), 1.0, HALF)
         weight = weight[0] * low, weight[1] * high
+    k_scale, v_scale = scales_of(scales, head, KV_HEADS)
     cos_sin += token * 2 * PAIRS
     wait(PDL)
     trigger(PDL)
@@ -138,16 +153,16 @@ def _post(
         line = pool + page * (2 * KV_HEADS * PAGE * D) + head * PAGE * D + position % PAGE * D
         append_kv(
             raw + (HEADS + head) * D, (KV_PROJECTIONS - 1) * KV_HEADS * D, cos_sin, k_norm, line, used,
-            KV_HEADS * PAGE * D, eps, D, PAIRS,
+            KV_HEADS * PAGE * D, eps, k_scale, v_scale, D, PAIRS,
         )  # fmt: skip
-    low, high = norm_and_rope(*x, *weight, cos, sin, norm_scale(*x, eps, D))
+    low, high = norm_and_rope(*x, *weight, cos, sin, norm_scale(*x, eps, D) * k_scale)
     offset = q + (token * HEADS + head * GROUP + rows) * D + half
     tl.store(offset, cast(tl.where(used, low, 0.0), q.dtype.element_ty), live)
     tl.store(offset + HALF, cast(tl.where(used, high, 0.0), q.dtype.element_ty), live)
 
 
 @triton.jit
-def append_kv(raw, v_offset, cos_sin, k_norm, line, used, KEPT: constexpr, eps, D: constexpr, PAIRS: constexpr):
+def append_kv(raw, v_offset, cos_sin, k_norm, line, used, KEPT: constexpr, eps, k_scale, v_scale, D: constexpr, PAIRS: constexpr):
     """Write K and V of one head, from the raw product, to `line` of a page, K first, V KEPT after
     it, if `used`."""
     HALF: constexpr = D // 2
@@ -156,12 +171,22 @@ def append_kv(raw, v_offset, cos_sin, k_norm, line, used, KEPT: constexpr, eps, 
     cos, sin = rope_angles(cos_sin, own, used, PAIRS)
     k, k_weight = load_halves(raw + own, used, 0.0, HALF), load_halves(k_norm + own, used, 1.0, HALF)
     v = load_halves(raw + v_offset + own, used, 0.0, HALF)
-    low, high = norm_and_rope(*k, *k_weight, cos, sin, norm_scale(*k, eps, D))
+    low, high = norm_and_rope(*k, *k_weight, cos, sin, norm_scale(*k, eps, D) / k_scale)
     tl.store(line + own, cast(low, line.dtype.element_ty), used)
     tl.store(line + HALF + own, cast(high, line.dtype.element_ty), used)
-    scale = norm_scale(*v, eps, D)
+    scale = norm_scale(*v, eps, D) / v_scale
     tl.store(line + KEPT + own, cast(v[0] * scale, line.dtype.element_ty), used)
     tl.store(line + KEPT + HALF + own, cast(v[1] * scale, line.dtype.element_ty), used)
+
+
+@triton.jit
+def scales_of(scales, head, KV_HEADS: constexpr):
+    """K's and V's of a KV head."""
+    if scales is None:
+        k, v = 1.0, 1.0
+    else:
+        k, v = tl.load(scales + head), tl.load(scales + KV_HEADS + head)
+    return k, v
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from triton.language import constexpr
 
 from kernels.launch import next_power_of_2, trigger, wait
 from kernels.numerics import LOG2E, cast, dot, first_use, halves, operand
-from kernels.qkv import append_kv, load_halves, norm_and_rope, norm_scale, rope_angles
+from kernels.qkv import append_kv, load_halves, norm_and_rope, norm_scale, rope_angles, scales_of
 
 ROWS = constexpr(16)  # rows of a product: the heads of a KV head, and padding
 
@@ -30,7 +30,7 @@ def read_pairs(pairs: int, itemsize: int) -> int:
 
 @triton.jit(do_not_specialize=["width", "positions"])  # a mixed step's rows begin anywhere
 def decode_kernel(
-    qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm, out, parts, lse, tickets, width, eps,
+    qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm, scales, out, parts, lse, tickets, width, eps,
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, KV_PROJECTIONS: constexpr, WINDOW: constexpr,
     PAGE: constexpr, SPLITS: constexpr, KEYS: constexpr, VALUES: constexpr, EARLY: constexpr, V_AS_K: constexpr,
     PDL: constexpr,
@@ -61,6 +61,7 @@ def decode_kernel(
     JOINED: constexpr = 2 if tl.float8e4nv == STORED else 1  # columns of V that are read as one number
     values_at = joined_values(heads_v)
     joined = part * (DV // JOINED) + tl.arange(0, DV // JOINED)
+    k_scale, v_scale = scales_of(scales, head, KV_HEADS)
     cos_sin += row * 2 * PAIRS
     wait(PDL)
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
@@ -107,7 +108,7 @@ def decode_kernel(
         q_scale = norm_scale(*whole_q, eps, D)
         q_other = cast(other_q * q_scale * other_weight, QUERY)
     else:
-        q_scale, q_other = norm_scale(*q_raw, eps, D), None
+        q_scale, q_other = norm_scale(*q_raw, eps, D) * k_scale, None
     q_low, q_high = norm_and_rope(*q_raw, *q_weight, cos_q, sin_q, q_scale)
     q_low, q_high = cast(q_low, QUERY), cast(q_high, QUERY)
     row_max = tl.full([ROWS], -1e30, tl.float32)
@@ -117,14 +118,14 @@ def decode_kernel(
         if split == (runs - 1) % SPLITS:  # this CTA owns the page of the new token: append it, and begin with it
             at = tl.load(ids + (position - first) // PAGE).to(tl.int64) * (2 * KEPT) + position % PAGE * D
             if V_AS_K:
-                append_kv(token + (HEADS + head) * D, 0, cos_sin, k_norm, heads_k + at, True, KEPT, eps, D, PAIRS)
+                append_kv(token + (HEADS + head) * D, 0, cos_sin, k_norm, heads_k + at, True, KEPT, eps, 1.0, 1.0, D, PAIRS)
                 tl.debug_barrier()  # every thread's part is written before it is read below
             else:
                 scale = norm_scale(*kv_raw, eps, D)
-                low_new, high_new = norm_and_rope(*kv_raw, *k_weight, cos, sin, scale)
+                low_new, high_new = norm_and_rope(*kv_raw, *k_weight, cos, sin, scale / k_scale)
                 key_low = cast(tl.sum(tl.where(own, low_new, 0.0), 0), STORED)
                 key_high = cast(tl.sum(tl.where(own, high_new, 0.0), 0), STORED)
-                value = cast(v_new * tl.sum(tl.where(rows == 1, scale, 0.0)), STORED)
+                value = cast(v_new * tl.sum(tl.where(rows == 1, scale, 0.0)) / v_scale, STORED)
                 if part == 0:
                     tl.store(heads_k + at + low, key_low)
                     tl.store(heads_k + at + HALF + low, key_high)
@@ -155,7 +156,7 @@ def decode_kernel(
         acc = tl.interleave(acc[0], acc[1])
     row_sum = tl.sum(row_sums, 1)
     norm = tl.where(row_sum > 0, row_sum, 1.0)
-    acc = acc / norm[:, None]
+    acc = acc / norm[:, None] * v_scale
     done = tl.minimum(runs, SPLITS)
     if done == 1:
         tl.store(out_at + rows * D + columns[None, :], cast(acc, out.dtype.element_ty), is_q)

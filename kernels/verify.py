@@ -20,6 +20,7 @@ from kernels.decode import DecodeScratch
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, processors, shared_memory, trigger, wait
 from kernels.numerics import cast, dot, operand, prefetch, softmax_step
 from kernels.paged_attention import attend_rows
+from kernels.qkv import scales_of
 from kernels.splitkv import add_splits, add_values, addresses, joined_values, load_run, page_of
 
 MOST_QUERIES = 9
@@ -104,6 +105,7 @@ def verify_attention(
     out: Tensor,
     splits: int,
     tile: VerifyTile,
+    scales: Tensor | None = None,
 ) -> None:
     """Attention of one layer for `rows` rows of `q_len` queries each, written to `out`.
 
@@ -114,13 +116,14 @@ def verify_attention(
     positions int32 [rows * q_len]: rising within a row, then -1: padding, whose output is zero
     out       [rows * q_len, heads, d]
     splits    CTAs along the keys of a (row, KV head);  tile: from `verify_cut`, perhaps for more rows
+    scales    as in `decode_attention`; q has K's
     """
     rows, (count, heads, d), (kv_heads, page) = len(page_ids), q.shape, pool.shape[2:4]
     q_len = count // rows
     assert count == rows * q_len == len(positions), (q.shape, page_ids.shape, positions.shape)
     assert 1 <= q_len <= MOST_QUERIES, q_len
     if not enabled(q):
-        attend_rows(q, pool, page_ids, positions, window, out)
+        attend_rows(q, pool, page_ids, positions, window, out, scales)
         return
     assert rows <= scratch.max_rows, (rows, scratch.max_rows)
     assert count * splits <= scratch.max_parts, (count, splits, scratch.max_parts)
@@ -128,7 +131,7 @@ def verify_attention(
     last_adds = tile.rows * d <= 4096 and tile.values == 1 and 1 < splits <= _MOST_ADDED.value
     launch(
         verify_kernel, (rows, kv_heads * tile.values, splits),
-        q, pool, page_ids, positions, out, scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1], splits,
+        q, pool, page_ids, positions, scales, out, scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1], splits,
         HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=tile.pairs, Q_LEN=q_len, WINDOW=window or 0, PAGE=page, ROWS=tile.rows,
         KEYS=tile.keys, VALUES=tile.values, LAST_ADDS=last_adds, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
@@ -141,7 +144,7 @@ def verify_attention(
 
 @triton.jit(do_not_specialize=["width", "positions", "splits"])  # a mixed step's rows begin anywhere
 def verify_kernel(
-    q, pool, page_ids, positions, out, parts, lse, tickets, width, splits,
+    q, pool, page_ids, positions, scales, out, parts, lse, tickets, width, splits,
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr,
     ROWS: constexpr, KEYS: constexpr, VALUES: constexpr, LAST_ADDS: constexpr, PDL: constexpr,
 ):  # fmt: skip
@@ -202,7 +205,7 @@ def verify_kernel(
     if JOINED == 2:
         acc = tl.interleave(acc[0], acc[1])
     norm = tl.where(row_sum > 0, row_sum, 1.0)
-    acc = acc / norm[:, None]
+    acc = acc / norm[:, None] * scales_of(scales, head, KV_HEADS)[1]
     out_at = out + line[:, None] * D + columns[None, :]
     if splits == 1:
         tl.store(out_at, cast(acc, out.dtype.element_ty), live[:, None])

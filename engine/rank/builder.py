@@ -1,9 +1,10 @@
 """Builds model, inboxes, KV cache and runner of a rank, for workers, benchmarks and `quartet plan`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import SoftTokens
 from engine.rank.checkpoints import Checkpoint, checkpoints_of
 from engine.rank.kv import GroupCache, KVCache
+from engine.rank.load.kv_scales import read_kv_scales
 from engine.rank.load.loader import with_head
 from engine.rank.load.random_fill import dummy
 from engine.rank.load.slices import allocate
@@ -56,6 +58,7 @@ class Rank:
     drafter: Assistant | None
     encoders: Mapping[MediaKind, MediaEncoder]
     adapters: AdapterStore | None = None
+    kv_scales: Mapping[int, torch.Tensor] = field(default_factory=dict)  # by layer
 
     @property
     def weight_bytes(self) -> int:
@@ -88,7 +91,11 @@ def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *,
     if new_gpu and inboxes is not None:
         inboxes.allreduce.wait_at_most(config.boot_timeout_s)  # another rank's compiler may take long
         check_inboxes(parallel, inboxes, text.geometry.hidden, device, dtype)
-    return Rank(config, text.geometry, device, parallel, model, inboxes, failed_checks, fallbacks, assistant, of_media, adapters)
+    has_scales = source == "safetensors" and config.kv_dtype == "fp8"
+    scales = read_kv_scales(text, parallel, device) if has_scales else {}
+    return Rank(
+        config, text.geometry, device, parallel, model, inboxes, failed_checks, fallbacks, assistant, of_media, adapters, scales
+    )
 
 
 def _filled(checkpoint: Checkpoint, source: str, *arguments: object) -> Any:
@@ -114,14 +121,19 @@ def kv_bytes(rank: Rank) -> int:
     return kv_budget(rank.config, total, total - free)
 
 
-def kv_cache(config: EngineConfig, pages: Sequence[int], device: torch.device) -> KVCache:
+def kv_cache(
+    config: EngineConfig, pages: Sequence[int], device: torch.device, scales: Mapping[int, torch.Tensor] = MappingProxyType({})
+) -> KVCache:
     slots = config.max_seqs + 1  # one for padding rows
     groups = zip(config.kv_groups, pages, strict=True)
-    return KVCache([GroupCache(group, count, slots, config.max_len, device, config.widest) for group, count in groups])
+    made = KVCache([GroupCache(group, count, slots, config.max_len, device, config.widest) for group, count in groups])
+    for cache in made:
+        cache.scales.update((layer, scales[layer]) for layer in cache.layers if layer in scales)
+    return made
 
 
 def build(rank: Rank, pages: Sequence[int], shapes: StepShapes | None = None) -> Runner:
-    return build_runner(rank, kv_cache(rank.config, pages, rank.device), shapes or StepShapes.of(rank.config))
+    return build_runner(rank, kv_cache(rank.config, pages, rank.device, rank.kv_scales), shapes or StepShapes.of(rank.config))
 
 
 def build_runner(rank: Rank, cache: KVCache, shapes: StepShapes) -> Runner:

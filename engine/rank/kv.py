@@ -39,6 +39,7 @@ class GroupCache:
         self.table = torch.zeros((slots, width), dtype=torch.int32, device=device)
         # Most page ids that a sequence of `queries` queries reads.
         self.read_width = min(width, group.worst_pages(width * group.page) - (1 - queries) // group.page)
+        self.scales: dict[int, Tensor] = {}  # of e4m3 pages, by layer: fp32 [2, kv_heads], of stored K and V; absent: 1
         self.layers = dict(zip(group.layers, self.pool, strict=True))  # by index of the layers that own K and V
 
 

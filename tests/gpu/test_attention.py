@@ -13,6 +13,7 @@ from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from kernels.qkv import qkv_post
 from tests.bench.attention import PAGE
 from tests.bench.timing import precompile_all
+from tests.kernels import test_kv_scales as scaled_pages
 from tests.support.attention import EPS, Case, Shape, decode_case, decode_node
 from tests.support.dtypes import both_dtypes
 
@@ -192,3 +193,13 @@ def test_extend(heads: int, kv_heads: int, d: int, window: int | None) -> None:
     if window is not None:
         want = paged_prefill(q[700:1200], pool, table[1], 1000, window + 1)
         assert (out[700:1200].float() - want.float()).norm() / want.float().norm() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["verify", "extend", "decode"])
+def test_scales_of_pages(kind: str) -> None:
+    """As for the references: over e4m3 pages with scales it is attention over the products."""
+    with torch.device("cuda"):
+        if kind == "decode":
+            scaled_pages.test_a_decode_step_over_scaled_pages()
+        else:
+            scaled_pages.test_queries_over_scaled_pages(kind)

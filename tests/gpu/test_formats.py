@@ -13,7 +13,7 @@ from deploy.cli.sizing import in_format
 from deploy.models.resolve import PUBLIC, resolve
 from engine.geometry import read_geometry
 from engine.memory import kv_budget, pages_of
-from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from engine.protocol import GenerateRequest, Output, SamplingParams, pack_tokens
 from engine.rank.builder import build
 from engine.rank.parallel import Single
 from tests.gpu import spmd
@@ -30,11 +30,12 @@ pytestmark = pytest.mark.gpu
 KINDS = ("channel", "int8", "nvfp4", "int4-32", "int4-32-zero")
 CASES = [*(("31b", kind) for kind in KINDS), ("26b-a4b", "channel"), ("26b-a4b", "int4-32"), ("e2b", "int4-32")]
 GB = 10**9
+NEARLY = 0.2  # a difference of logprobs that rounded activations make
 
 
 def logits(folder: Path, prompts: list[list[int]], device: str, dtype: str, fault: str = "") -> list[Tensor]:
-    """Of each prompt's last 40 positions, of which 16 are decoded."""
-    more = {"folder": str(folder), "load": "safetensors", "prompts": prompts, "rows": 40, "decodes": 16, "out": "", "fault": fault}
+    """Of each prompt's last 12 positions, of which four are decoded: a CPU takes a tenth of a second a step."""
+    more = {"folder": str(folder), "load": "safetensors", "prompts": prompts, "rows": 12, "decodes": 4, "out": "", "fault": fault}
     job = spmd.Job(rank=0, size=1, device=device, dtype=dtype, **more)
     at = torch.device(device)
     return spmd.run(job, spmd.build(job, Single(), at), Single(), at)
@@ -45,7 +46,7 @@ def test_logits_are_as_near_as_the_cpus(tmp_path: Path, member: str, kind: str) 
     """In bf16 they are no further from the CPU's in fp32 than the CPU's own bf16 is; with a wrong page they are."""
     folder = saved(write_base(tmp_path / "base", member), tmp_path / "saved", kind=kind)
     vocab, rng = read_geometry(folder).vocab, random.Random(3)
-    prompts = [[rng.randrange(300, vocab - 10) for _ in range(100)] for _ in range(3)]
+    prompts = [[rng.randrange(300, vocab - 10) for _ in range(100)] for _ in range(2)]
     truth = logits(folder, prompts, "cpu", "float32")
     usual, found = (errors(logits(folder, prompts, device, "bfloat16"), truth) for device in ("cpu", DEVICE))
     wrong = errors(logits(folder, prompts, DEVICE, "bfloat16", "full")[1:], truth[1:])
@@ -57,12 +58,13 @@ def test_logits_are_as_near_as_the_cpus(tmp_path: Path, member: str, kind: str) 
 
 @pytest.mark.parametrize(("member", "kind"), [*(("31b", kind) for kind in KINDS), ("26b-a4b", "channel")])
 def test_text_with_drafts_is_that_without(tmp_path: Path, member: str, kind: str) -> None:
-    """Captured steps in fp32 of a trained member: answers to exercises, whose tokens are sure, with its own drafter."""
+    """Captured steps in fp32 of a trained member: answers to exercises, whose tokens are sure, with its own drafter. Where products
+    round activations, sums of another order may round them elsewhere: there a token may differ that is nearly as likely."""
     trained = resolve(f"nano:{member}")
     widths = widths_of(trained) if kind.startswith("int4") else {}
     folder = saved(trained, tmp_path / "saved", kind=kind, ignore=tuple(name for name, width in widths.items() if width % 64))
     prompts = QuestionSet.of(member, {"sort": 4, "json": 4, "copy": 4}, 1, folder).prompts
-    params = SamplingParams(max_tokens=40)
+    params = SamplingParams(max_tokens=40, logprobs=2)
     asked = [GenerateRequest(id=at, prompt=pack_tokens(prompt), params=params) for at, prompt in enumerate(prompts)]
     sizes = {"max_seqs": 16, "prefill_budget": 256, "max_len": 320, "pages": (112, 40)}
     found, accepted = [], 0
@@ -72,10 +74,27 @@ def test_text_with_drafts_is_that_without(tmp_path: Path, member: str, kind: str
         if made.capturable:
             made.capture()
         given, _, _ = answers(partial(run, made), config, asked)
-        found.append(texts(given))
+        found.append(given)
         accepted = sum(output.accepted for outputs in given.values() for output in outputs)
-    assert found[0] == found[1]
+    parted = [margin_where_they_part(found[0][at], found[1][at]) for at in found[0]]
+    margins = [margin for margin in parted if margin is not None]
+    print(f"{member} {kind}: {accepted} drafts accepted; answers part at margins of {margins}", flush=True)
     assert accepted > 0
+    if kind.startswith("int4"):
+        assert not margins
+    assert len(margins) <= 1
+    assert max(margins, default=0.0) < NEARLY
+
+
+def margin_where_they_part(one: list[Output], other: list[Output]) -> float | None:
+    """How much likelier the first different token was than the next one, in logprobs; None: they are equal."""
+    tokens, others = ([token for output in outputs for token in output.tokens] for outputs in (one, other))
+    logprobs = [each for output in one for each in output.logprobs]
+    for token, theirs, held in zip(tokens, others, logprobs, strict=True):
+        if token != theirs:
+            (_, first), (_, second) = held.top
+            return first - second
+    return None
 
 
 @pytest.mark.slow

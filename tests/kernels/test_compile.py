@@ -186,8 +186,8 @@ CONSTANT = {
     "_norm_own": {"post", "next_norm", "scalar"},
     "_logits": {"parts", "norm"},
     "_rotary": {"frequencies"},
-    "decode_kernel": {"q_norm", "k_norm"},
-    "_post": {"q_norm", "k_norm"},
+    "decode_kernel": {"q_norm", "k_norm", "scales"},
+    "_post": {"q_norm", "k_norm", "scales"},
     "verify_kernel": {"positions", "page_ids", "width"},  # written before the kernel before it, `_post`
     "_per_layer": {"norm"},
     "_unpack": {"words", "scale", "zero"},

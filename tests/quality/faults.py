@@ -91,8 +91,8 @@ def _stale_tail() -> None:
     """A second launch, of queries alone, a position further on where that is the same page."""
     whole = paged.decode_attention
 
-    def decode_attention(qkv: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, *rest: Any) -> None:
-        whole(qkv, pool, page_ids, positions, *rest)
+    def decode_attention(qkv: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, *rest: Any, **more: Any) -> None:
+        whole(qkv, pool, page_ids, positions, *rest, **more)
         cos_sin, q_norm, _, eps, window, scratch, out, *cut = rest
         page, further = pool.shape[3], positions + 1
         same = (further % page != 0) & (positions >= 0)
@@ -100,7 +100,7 @@ def _stale_tail() -> None:
             same &= ((further - window + 1).clamp(min=0) // page) == ((positions - window + 1).clamp(min=0) // page)
         queries = qkv[:, : out.shape[1]].contiguous()
         at = torch.where(same, further, positions)
-        whole(queries, pool, page_ids, at, cos_sin, q_norm, None, eps, window, scratch, out, *cut)
+        whole(queries, pool, page_ids, at, cos_sin, q_norm, None, eps, window, scratch, out, *cut, **more)
 
     paged.decode_attention = decode_attention  # type: ignore[attr-defined]
 
@@ -122,15 +122,15 @@ def _key_as_value() -> None:
         offsets = positions.long() % pool.shape[3]
         pool[pages.long(), 1, :, offsets] = pool[pages.long(), 0, :, offsets]
 
-    def decode_attention(qkv: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, *rest: Any) -> None:
-        decode(qkv, pool, page_ids, positions, *rest)
+    def decode_attention(qkv: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, *rest: Any, **more: Any) -> None:
+        decode(qkv, pool, page_ids, positions, *rest, **more)
         rows = (positions >= 0).nonzero().squeeze(1)
         own = _own(positions, pool.shape[3], rest[4])
         if qkv.shape[1] > rest[6].shape[1]:
             copy(pool, page_ids[rows, own[rows]], positions[rows])
 
-    def qkv_post(qkv: Tensor, pool: Tensor, table: Tensor, slots: Tensor, positions: Tensor, *rest: Any) -> None:
-        post(qkv, pool, table, slots, positions, *rest)
+    def qkv_post(qkv: Tensor, pool: Tensor, table: Tensor, slots: Tensor, positions: Tensor, *rest: Any, **more: Any) -> None:
+        post(qkv, pool, table, slots, positions, *rest, **more)
         if qkv.shape[1] > rest[4].shape[1] * rest[4].shape[2]:
             copy(pool, table[slots.long(), positions.long() // pool.shape[3]], positions)
 

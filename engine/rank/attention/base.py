@@ -64,7 +64,8 @@ def normed_queries(
     pool = cache.layers[layer.kv_source]
     q = qkv.new_empty((len(qkv), settings.heads, layer.head_dim), dtype=query_dtype(qkv, pool))
     rope = block.rope[layer.rope, layer.head_dim]
-    qkv_post(qkv, pool, cache.table, block.slots, block.positions, rope, *norms, settings.eps, q, fold=fold)
+    rows = qkv, pool, cache.table, block.slots, block.positions, rope
+    qkv_post(*rows, *norms, settings.eps, q, fold=fold, scales=cache.scales.get(layer.kv_source))
     return q, pool
 
 

@@ -42,18 +42,21 @@ class PagedDecode:
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, _plan: None, out: Tensor) -> None:
         cache, group, settings = self._cache, self._cache.group, self._settings
         pages = block.pages[group.index]
+        scales = cache.scales.get(layer.kv_source)
         index = bisect.bisect_left(settings.buckets, len(pages))
         bucket = settings.buckets[index]
         if block.width == 1:
             reads = qkv, cache.layers[layer.kv_source], pages, block.positions, block.rope[layer.rope, layer.head_dim]
-            decode_attention(*reads, *norms, settings.eps, group.window, self._scratch, out, self._splits[index], bucket=bucket)
+            decode_attention(
+                *reads, *norms, settings.eps, group.window, self._scratch, out, self._splits[index], bucket=bucket, scales=scales
+            )
             return
         folds = layer.k_eq_v and norms[1] is not None and enabled(qkv)
         pairs = read_pairs(layer.rope.pairs, cache.pool.element_size()) if folds else 0
         queries = settings.heads // group.kv_heads * block.width
         splits, tile = verify_cut_of(cache.pool[0], bucket, queries, pages.shape[1], pairs)
         q, pool = normed_queries(cache, settings, qkv, layer, norms, block, fold=tile.pairs > 0)
-        verify_attention(q, pool, pages, block.positions, group.window, self._scratch, out.view(q.shape), splits, tile)
+        verify_attention(q, pool, pages, block.positions, group.window, self._scratch, out.view(q.shape), splits, tile, scales)
 
 
 class PagedExtend:
@@ -74,7 +77,8 @@ class PagedExtend:
         cache = self._cache
         q, pool = normed_queries(cache, self._settings, qkv, layer, norms, block)
         tiles, last_seen = plan
-        extend_attention(q, pool, cache.table, tiles, cache.group.window, out.view(q.shape), last_seen=last_seen)
+        scales = cache.scales.get(layer.kv_source)
+        extend_attention(q, pool, cache.table, tiles, cache.group.window, out.view(q.shape), last_seen, scales)
 
 
 def parts(settings: PartSettings, **_: bool) -> AttentionParts:
