@@ -16,9 +16,8 @@ pytestmark = [pytest.mark.nodes, pytest.mark.skipif(not CAN_MAKE, reason=REASON)
 
 STEP_S = 0.05
 LONG = 400  # tokens
-ROUNDS = 3
+ROUNDS = 10
 LOST_S = 10.0
-DEAD_S = 15.0  # Ray calls a silent node dead after 10.5 s, and Serve hears of it
 STOP_S = 610  # graceful_shutdown_timeout_s of a replica
 BOOT_S = 120
 WAIT_S = 3.0
@@ -149,7 +148,7 @@ def test_requests_while_a_node_dies_five_times_all_end(cluster: RayCluster) -> N
 
 @pytest.mark.parametrize("blow", ["unplug", "kill"])
 def test_the_only_replica_comes_back_elsewhere(cluster: RayCluster, blow: str) -> None:
-    """Until then each new request gets 503 with Retry-After. It waits no longer than Ray takes to call the node dead."""
+    """Until then each new request gets 503 with Retry-After. It waits no longer than Ray takes to call the node dead, 9 s."""
     lost = with_one_replica(cluster)
     getattr(lost, blow)()
     begun = time.monotonic()
@@ -163,7 +162,7 @@ def test_the_only_replica_comes_back_elsewhere(cluster: RayCluster, blow: str) -
     print(f"\nback after {took:.1f} s, {dict(found)}, the longest silence {longest_gap(streams):.1f} s")
     lost.plug()
     assert set(found) == {"finish", "refused: 503 5"}
-    assert longest_gap(streams) < DEAD_S
+    assert longest_gap(streams) < LOST_S
     renew(cluster, lost)
 
 
