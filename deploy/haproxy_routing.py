@@ -2,10 +2,10 @@
 
     python3 haproxy_routing.py FILE     run by haproxy.sh before each start of HAProxy, with the standard library alone
 
-A conversation stays on its first replica by a stick table. A new HAProxy gets it from the old one,
-and HAProxies of several nodes tell each other their entries. Its key is the header `x-session-id`,
-else the body's `prompt_cache_key` or `metadata.user_id`, else Authorization with the user's first
-turn. QUARTET_ROUTING has the `Routing` as JSON.
+A conversation stays on its first replica by a stick table, which HAProxy shares with its successor
+and with those of other nodes. Its key is the header `x-session-id`, else the body's
+`prompt_cache_key` or `metadata.user_id`, else Authorization with the user's first turn.
+QUARTET_ROUTING has the `Routing` as JSON.
 """
 
 import json
@@ -29,8 +29,7 @@ _MESSAGES = (0, 1)  # the first turn of the user stands here, after a system mes
 
 
 def edit(text: str, routing: dict[str, Any], socket: Path, node: str) -> str:
-    """Add our lines. `node`: this one's address; `socket`: where HAProxy of a node on loopback gets
-    the table of the old one."""
+    """Add our lines. `socket`: where a new HAProxy on loopback gets the old tables."""
     text = _with_buffer(text, routing["look_bytes"])
     inserted = [f"http-request del-header {HEADER}", *_model_lines(routing)]
     text = text.replace(FRONTEND, _indented(FRONTEND, inserted), 1)
@@ -45,9 +44,9 @@ def edit(text: str, routing: dict[str, Any], socket: Path, node: str) -> str:
 
 
 def _peer_lines(text: str, port: int, socket: Path, node: str) -> list[str]:
-    """Peers are this node, and those of the servers: replicas, and Serve's proxy on the head."""
     if node in _LOOPBACK:
         return [f"peer {node} unix@{socket}"]
+    # an ingress is on the head, where Serve's proxy is, and on each node with a replica
     nodes = {node, *_ANY_SERVER.findall(text)}.difference(_LOOPBACK)
     return [f"peer {each} {each}:{port}" for each in sorted(nodes)]
 
@@ -149,8 +148,7 @@ def _home_lines(backend: str, ids: dict[str, int], routing: dict[str, Any]) -> l
 
 
 def _turn_lines(backend: str, servers: list[str], lead: int) -> list[str]:
-    """Replicas get new conversations in turn. One above the mean by `lead` gives its turn to the one
-    with fewest requests."""
+    """New conversations go to replicas in turn, or to the idlest."""
     places = {server: place for place, server in enumerate(servers)}
     return [
         f"http-request set-var(proc.turn) var(proc.turn,0),add(1),mod({len(servers)}) if has_home !is_kept",
@@ -162,7 +160,7 @@ def _turn_lines(backend: str, servers: list[str], lead: int) -> list[str]:
 
 
 def _load_lines(backend: str, variable: str, load: str, numbers: dict[str, int]) -> list[str]:
-    """Set `load` to the open requests of the server that has the number in `variable`, if it is up."""
+    """Open requests of the server numbered `variable`, if up."""
     lines = []
     for server, number in numbers.items():
         up = f"{{ var(txn.{variable}) -m int {number} }} {{ srv_is_up({backend}/{server}) }}"
@@ -171,7 +169,6 @@ def _load_lines(backend: str, variable: str, load: str, numbers: dict[str, int])
 
 
 def _own_address(raylet: str) -> str:
-    """The node's address, as Ray's raylet was told it."""
     words = Path(f"/proc/{raylet}/cmdline").read_text().split("\0")
     (address,) = [word.removeprefix(_OWN_ADDRESS) for word in words if word.startswith(_OWN_ADDRESS)]
     return address

@@ -26,7 +26,7 @@ class ConversationSettings(FrozenStruct):
     look_bytes: Annotated[int, Meta(ge=15_360, le=8 << 20)] = 64 << 10
     """bytes of a body in which HAProxy looks for the key of its conversation and for `model`; each connection may hold so many"""
     peer_port: Annotated[int, Meta(ge=1, le=65_535)] = 8405
-    """at this port of its node each HAProxy tells those of other nodes which replica has a conversation; unused on loopback"""
+    """where HAProxies of several nodes share their conversations"""
 
 
 class ServedName(FrozenStruct):
