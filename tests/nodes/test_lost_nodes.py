@@ -15,6 +15,7 @@ from tests.support.stack.serve_process import wait
 pytestmark = [pytest.mark.nodes, pytest.mark.skipif(not CAN_MAKE, reason=REASON)]
 
 STEP_S = 0.05
+KEPT = 'quartet_conversation_requests_total{home="kept"}'
 LONG = 400  # tokens
 ROUNDS = 10
 LOST_S = 10.0
@@ -73,6 +74,24 @@ def test_each_node_has_a_replica_that_the_head_can_scrape(cluster: RayCluster) -
         assert "quartet_generation_tokens_total" in cluster.on_head(fetch(f"http://{address}/metrics"))
         with pytest.raises(AssertionError, match="refused"):
             cluster.on_head(fetch(f"http://127.0.0.1:{address.rpartition(':')[2]}/metrics"))
+
+
+def kept(cluster: RayCluster) -> int:
+    """Requests that HAProxy sent to the replica of their conversation."""
+    pages = [cluster.on_head(fetch(f"http://{address}/metrics")) for node in cluster.nodes for address in cluster.scraped(node)]
+    return sum(int(float(line.split()[-1])) for page in pages for line in page.splitlines() if line.startswith(KEPT))
+
+
+def test_a_conversation_stays_whichever_ingress_is_asked(cluster: RayCluster) -> None:
+    """Ten that begin at the head's are kept at those of both nodes. Planted: others that begin there are not."""
+    before = kept(cluster)
+    sessions = [f"at home {number}" for number in range(10)]
+    for ingress in (cluster.head, *cluster.nodes):
+        assert how([Stream(cluster.machines.switch, cluster.url(ingress), 1, name) for name in sessions]) == Counter(finish=10)
+        time.sleep(1)
+    assert kept(cluster) - before == 20
+    assert how(cluster.streams(cluster.nodes[0], 10, 1)) == Counter(finish=10)
+    assert kept(cluster) - before == 20
 
 
 @pytest.mark.parametrize("blow", ["unplug", "kill"])

@@ -59,7 +59,7 @@ def streams(cluster: RayCluster, count: int, tokens: int) -> list[Stream]:
 
 def logged(cluster: RayCluster) -> list[str]:
     """The warnings of each replica's log."""
-    files = (cluster.head.folder / "tmp" / "ray" / "session_latest" / "logs" / "serve").glob("replica_*.log")
+    files = (cluster.head.folder / "tmp" / "ray").glob("session_2*/logs/serve/replica_*.log")
     return [line for file in files for line in file.read_text().splitlines() if WARNING in line]
 
 

@@ -53,9 +53,10 @@ class RayCluster:
         self.environ = {
             "PATH": f"{binaries}:{os.environ['PATH']}",
             "HOME": os.environ.get("HOME", "/root"),
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
             PACE_VARIABLE: str(step_s),
         }
+        if told:
+            self.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
     @property
     def args(self) -> dict[str, Any]:
