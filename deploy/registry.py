@@ -18,8 +18,7 @@ from dashboards.discovery import DiscoveryServer, HttpSdList, ReplicaRegistry, S
 from dashboards.series import Counts
 from deploy import ray_private
 from deploy.edge.edge_settings import WILDCARDS, url_host
-from deploy.edge.keys.key_file import Quota
-from deploy.edge.keys.shared_use import Beat, OpenRequest, Refusal, SharedUse
+from deploy.edge.keys.shared_use import SharedUse
 from deploy.settings import DiscoverySettings
 from engine.errors import ConfigError
 
@@ -63,21 +62,9 @@ class Discovery(ReplicaRegistry):
         """The address of the http_sd list."""
         return self._server.url
 
-    def open(self, replica: str, number: int, holder: str, quota: Quota) -> Refusal | None:
-        """As SharedUse."""
-        return self._use.open(replica, number, holder, quota)
-
-    def reserve(self, replica: str, number: int, tokens: int) -> Refusal | None:
-        """As SharedUse."""
-        return self._use.reserve(replica, number, tokens)
-
-    def close(self, replica: str, number: int, used: int) -> None:
-        """As SharedUse."""
-        self._use.close(replica, number, used)
-
-    def beat(self, replica: str, application: str, requests: dict[int, OpenRequest], begun: dict[str, int]) -> Beat:
-        """As SharedUse."""
-        return self._use.beat(replica, application, requests, begun)
+    def ask(self, method: str, *args: object) -> object:
+        """A replica calls a method of SharedUse."""
+        return getattr(self._use, method)(*args)
 
 
 def end_this_actor() -> None:
