@@ -25,7 +25,7 @@ from engine.errors import ConfigError
 NAME = "quartet-discovery"
 PERIOD_S = 1.0
 END_CHECK_S = 5.0
-LAST_S = 1.0
+LAST_S = 1.0  # while the head is dead, Ray takes a minute to say that it finds no actor
 
 logger = logging.getLogger("ray.serve")
 
@@ -123,8 +123,7 @@ class HeartbeatSender:
                 return
 
     def deregister(self, cause: str | None) -> None:
-        """Send the end's cause (None: in order) and the last counts, once. Blocks for a second at most: while the head is dead, Ray
-        takes a minute to say that it finds no actor."""
+        """Send the end's cause (None: in order) and the last counts, once, in LAST_S at most."""
         if self._over.is_set():
             return
         self._over.set()
