@@ -150,9 +150,10 @@ def _home_lines(backend: str, ids: dict[str, int], routing: dict[str, Any]) -> l
 def _turn_lines(backend: str, servers: list[str], lead: int) -> list[str]:
     """New conversations go to replicas in turn, or to the idlest."""
     places = {server: place for place, server in enumerate(servers)}
+    turn = f"proc.turn_{zlib.crc32(backend.encode())}"  # each application counts for itself
     return [
-        f"http-request set-var(proc.turn) var(proc.turn,0),add(1),mod({len(servers)}) if has_home !is_kept",
-        "http-request set-var(txn.place) var(proc.turn) if has_home !is_kept",
+        f"http-request set-var({turn}) var({turn},0),add(1),mod({len(servers)}) if has_home !is_kept",
+        f"http-request set-var(txn.place) var({turn}) if has_home !is_kept",
         *_load_lines(backend, "place", "place_load", places),
         f"acl is_place_free var(txn.place_load),sub(txn.mean) -m int le {lead}",
         *(f"use-server {server} if {{ var(txn.place) -m int {place} }} is_place_free" for server, place in places.items()),
