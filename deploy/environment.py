@@ -36,16 +36,18 @@ RAY: dict[str, str] = {
     # A replica's port rests after its end, as an old HAProxy may still send a request there. By default it rests for the hour of
     # hard-stop, and a node has 96 ports: after 96 starts in an hour none started any more. With 120 s 2000 starts an hour find one.
     "RAY_SERVE_PORT_QUARANTINE_S": "120",
+    # HAProxy tries a replica up to three times, a second apart: with Ray's 5 s a request to a node without network waits for 12 s
+    "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "1",
     "RAY_SERVE_LOG_TO_STDERR": "0",  # a line a request belongs into Serve's log files, not on the terminal
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",  # ten times a second by default, for figures scraped every few seconds
 }
 ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # puts Ray's processes on loopback
 # While the head is dead, nodes serve on for ten minutes. Ray's default is one, in which no machine boots.
 SEVERAL_MACHINES = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
-# A node that does not answer is dead after 3 x (1 + 2.5) s. Ray's defaults took 62 s, in which Serve placed no other replica.
+# A node that does not answer is dead after 3 x (1 + 2) s. Ray's defaults took 62 s, in which Serve placed no other replica.
 HEAD = {
     "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "2500",
+    "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
 }
 CORES_PER_HAPROXY_THREAD = 8  # a thread carries some 40 000 tokens a second; fewer threads wake up less often for each

@@ -49,4 +49,4 @@ for argument in "$@"; do
     fi
     before=$argument
 done
-exec "$QUARTET_HAPROXY" -L here "$@"
+exec "$QUARTET_HAPROXY" "$@"

@@ -232,8 +232,7 @@ class Launch:
         sleep(_CUT_S)
 
     def end(self) -> bool:
-        """Take down Serve and Ray, kill the rest, remove the folder. False: Ray's exit hooks would
-        wait, so leave by `os._exit`."""
+        """Take everything down. False: Ray's exit hooks would wait, so leave by `os._exit`."""
         orderly = not self._servers or self._while_ray_lives(_shut_ray, _SHUT_S)
         for pid in descendants():
             with contextlib.suppress(ProcessLookupError):

@@ -18,15 +18,14 @@ from dashboards.discovery import DiscoveryServer, HttpSdList, ReplicaRegistry, S
 from dashboards.series import Counts
 from deploy import ray_private
 from deploy.edge.edge_settings import WILDCARDS, url_host
-from deploy.edge.keys.key_file import Quota
-from deploy.edge.keys.shared_use import Beat, OpenRequest, Refusal, SharedUse
+from deploy.edge.keys.shared_use import SharedUse
 from deploy.settings import DiscoverySettings
 from engine.errors import ConfigError
 
 NAME = "quartet-discovery"
 PERIOD_S = 1.0
 END_CHECK_S = 5.0
-LAST_S = 1.0
+LAST_S = 1.0  # while the head is dead, Ray takes a minute to say that it finds no actor
 
 logger = logging.getLogger("ray.serve")
 
@@ -63,21 +62,9 @@ class Discovery(ReplicaRegistry):
         """The address of the http_sd list."""
         return self._server.url
 
-    def open(self, replica: str, number: int, holder: str, quota: Quota) -> Refusal | None:
-        """As SharedUse."""
-        return self._use.open(replica, number, holder, quota)
-
-    def reserve(self, replica: str, number: int, tokens: int) -> Refusal | None:
-        """As SharedUse."""
-        return self._use.reserve(replica, number, tokens)
-
-    def close(self, replica: str, number: int, used: int) -> None:
-        """As SharedUse."""
-        self._use.close(replica, number, used)
-
-    def beat(self, replica: str, application: str, requests: dict[int, OpenRequest], begun: dict[str, int]) -> Beat:
-        """As SharedUse."""
-        return self._use.beat(replica, application, requests, begun)
+    def ask(self, method: str, *args: object) -> object:
+        """A replica calls a method of SharedUse."""
+        return getattr(self._use, method)(*args)
 
 
 def end_this_actor() -> None:
@@ -136,8 +123,7 @@ class HeartbeatSender:
                 return
 
     def deregister(self, cause: str | None) -> None:
-        """Send the end's cause (None: in order) and the last counts, once. Blocks for a second at most: while the head is dead, Ray
-        takes a minute to say that it finds no actor."""
+        """Send the end's cause (None: in order) and the last counts, once, in LAST_S at most."""
         if self._over.is_set():
             return
         self._over.set()

@@ -25,6 +25,8 @@ class ConversationSettings(FrozenStruct):
     """a conversation moves when its replica has so many more open requests than the mean; none: half of max_seqs"""
     look_bytes: Annotated[int, Meta(ge=15_360, le=8 << 20)] = 64 << 10
     """bytes of a body in which HAProxy looks for the key of its conversation and for `model`; each connection may hold so many"""
+    peer_port: Annotated[int, Meta(ge=1, le=65_535)] = 8405
+    """where HAProxies of several nodes share their conversations"""
 
 
 class ServedName(FrozenStruct):
@@ -43,6 +45,7 @@ class Routing(FrozenStruct):
     conversations: int
     lead: int
     look_bytes: int
+    peer_port: int
     body_timeout_ms: int
     names: tuple[ServedName, ...]
 
@@ -55,6 +58,7 @@ def routing_of(settings: ConversationSettings, slots: int, body_timeout_s: float
         conversations=settings.most,
         lead=settings.lead or max(1, slots // 2),
         look_bytes=settings.look_bytes,
+        peer_port=settings.peer_port,
         body_timeout_ms=int(body_timeout_s * 1000),
         names=tuple(names),
     )

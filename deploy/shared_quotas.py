@@ -25,7 +25,7 @@ class RayCentre:
         if (actor := self.registry.actor) is None:
             raise CentreLost
         try:
-            return await asyncio.wait_for(getattr(actor, method).remote(self.replica, *args), ANSWER_S)
+            return await asyncio.wait_for(actor.ask.remote(method, self.replica, *args), ANSWER_S)
         except (RayError, TimeoutError) as error:
             self.registry.actor = None
             raise CentreLost from error
@@ -33,7 +33,7 @@ class RayCentre:
     def tell(self, method: str, *args: object) -> None:
         """Calls the method and waits for nothing."""
         if (actor := self.registry.actor) is not None:
-            getattr(actor, method).remote(self.replica, *args)
+            actor.ask.remote(method, self.replica, *args)
 
 
 async def beat_for_ever(quotas: ReplicaQuotas, admission: AdmissionControl, application: str) -> None:

@@ -27,6 +27,7 @@ class Routed:
         self.turns = 0
         self._rng = random.Random(7)
         self._cached: list[dict[int, int]] = [{} for _ in range(REPLICAS)]
+        self._turn = 0
         homes: dict[int, int] = {}
         lengths = [self._rng.randint(2, 14) for _ in range(CONVERSATIONS)]
         self.least = sum(FIRST + (turns - 1) * TURN for turns in lengths)  # prompt tokens that one cache of all would compute
@@ -42,7 +43,7 @@ class Routed:
                 if follower is not None:
                     heapq.heappush(agenda, (now + self._rng.expovariate(1 / THINK_S), follower, -1))
                 continue
-            chosen = self._choose(homes.get(number) if stay else None, lead)
+            chosen = self._choose(homes.get(number), lead) if stay else self._least()
             homes[number] = chosen
             self._compute(number, done[number], chosen)
             done[number] += 1
@@ -50,9 +51,14 @@ class Routed:
             heapq.heappush(agenda, (now + self._rng.expovariate(1 / REQUEST_S), number, chosen))
 
     def _choose(self, home: int | None, lead: int) -> int:
-        if home is not None and self.open[home] - sum(self.open) // REPLICAS <= lead:
+        mean = sum(self.open) // REPLICAS
+        if home is not None and self.open[home] - mean <= lead:
             return home
         self.moved += home is not None
+        self._turn = (self._turn + 1) % REPLICAS
+        return self._turn if self.open[self._turn] - mean <= max(1, lead // 4) else self._least()
+
+    def _least(self) -> int:
         return min(range(REPLICAS), key=lambda one: (self.open[one], self._rng.random()))
 
     def _compute(self, number: int, turn: int, replica: int) -> None:

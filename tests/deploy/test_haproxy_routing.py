@@ -1,11 +1,14 @@
 """Where HAProxy sends requests, by the configuration that haproxy_routing.py edits, through the real binary and toy replicas."""
 
+import asyncio
 import json
 import os
 import socket
 import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import sleep
@@ -48,7 +51,7 @@ backend http-a
     http-reuse always
     # Servers in this backend
 {a}
-    server fallback 127.0.0.1:9 backup
+    server fallback {head}:9 backup
 backend http-b
 {b}
 """
@@ -57,13 +60,17 @@ backend http-b
 class Fleet:
     """HAProxy in front of toy replicas, each of which says its name, `x-quartet-home` and the path that it was asked."""
 
-    def __init__(self, folder: Path, a: Mapping[str, int], b: Mapping[str, int], routing: str | None) -> None:
+    def __init__(self, folder: Path, a: Mapping[str, int], b: Mapping[str, int], routing: str | None, *nodes: str) -> None:
+        """`nodes`: this one's address, and the head's, where Serve's proxy is."""
+        folder.mkdir(exist_ok=True)
         self.folder = folder
+        node, self._head = nodes or ("127.0.0.1", "127.0.0.1")
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._metrics = free_port()
         self._b = b
-        self._environ = os.environ | haproxy_paths()
+        self._raylet = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", f"--node_ip_address={node}"])
+        self._environ = os.environ | haproxy_paths() | {"RAY_RAYLET_PID": str(self._raylet.pid)}
         if routing is not None:
             self._environ["QUARTET_ROUTING"] = routing
         self._processes = list[subprocess.Popen[bytes]]()
@@ -73,7 +80,14 @@ class Fleet:
         """Starts HAProxy with these servers of application a, as Serve does when its replicas change."""
         path = self.folder / "haproxy.cfg"
         path.write_text(
-            CONFIG.format(folder=self.folder, metrics=self._metrics, port=self.port, a=_servers(a), b=_servers(self._b))
+            CONFIG.format(
+                folder=self.folder,
+                metrics=self._metrics,
+                port=self.port,
+                head=self._head,
+                a=_servers(a),
+                b=_servers(self._b),
+            )
         )
         old = [word for process in self._processes for word in ("-sf", str(process.pid))]
         command = [str(WRAPPER), "-db", "-f", str(path), *old]
@@ -87,7 +101,7 @@ class Fleet:
         return httpx.post(f"{self.url}/v1/chat/completions", json=body or {}, headers=named, timeout=20).text.split(" ")
 
     def close(self) -> None:
-        for process in self._processes:
+        for process in [self._raylet, *self._processes]:
             process.kill()
             process.wait(10)
         for name in ("admin.sock", "peers.sock"):
@@ -103,10 +117,11 @@ def _listens(admin: Path) -> bool:
         return made.connect_ex(str(admin)) == 0
 
 
-def toy(name: str) -> Any:
+def toy(name: str, seconds: float) -> Any:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         while (await receive()).get("more_body"):
             pass
+        await asyncio.sleep(seconds)
         home = dict(scope["headers"]).get(b"x-quartet-home", b"-").decode()
         body = f"{name} {home} {scope['path']}".encode()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]})
@@ -121,12 +136,14 @@ def routing(prefixes: Mapping[str, str] | None = None, **settings: Any) -> str:
 
 
 @contextmanager
-def fleet(folder: Path, count: int = 4, *, told: str | None = None) -> Iterator[tuple[Fleet, dict[str, int], list[ExitStack]]]:
-    """HAProxy, the ports of its servers by name, and what ends each of them."""
+def fleet(
+    folder: Path, count: int = 4, *, told: str | None = None, slow: float = 0.0, nodes: Sequence[str] = ()
+) -> Iterator[tuple[Fleet, dict[str, int], list[ExitStack]]]:
+    """HAProxy, the ports of its servers by name, and what ends each of them. `slow`: seconds that the first takes to answer."""
     stacks = [ExitStack() for _ in range(count + 1)]
-    ports = [stack.enter_context(asgi_server(toy(f"r{number}"))) for number, stack in enumerate(stacks)]
+    ports = [stack.enter_context(asgi_server(toy(f"r{number}", 0.0 if number else slow))) for number, stack in enumerate(stacks)]
     a = {f"r{number}": port for number, port in enumerate(ports[:-1])}
-    made = Fleet(folder, a, {f"r{count}": ports[-1]}, told)
+    made = Fleet(folder, a, {f"r{count}": ports[-1]}, told, *nodes)
     try:
         sleep(0.5)  # the first health checks
         yield made, a, stacks
@@ -225,6 +242,37 @@ def test_a_reload_forgets_nobody(tmp_path: Path, waits: bool) -> None:
         after = rounds(made, 30, 1)
     kept = [now[0][:2] == [was[0][0], "kept"] for was, now in zip(before, after, strict=True)]
     assert all(kept) == waits
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_the_ingress_of_another_node_knows_the_conversations(tmp_path: Path, knows: bool) -> None:
+    """Those begun at one node's HAProxy stay at the other's, and after a reload of both. Planted: each knows of itself alone."""
+    nodes = ("127.0.0.2", "127.0.0.3") if knows else ("127.0.0.1",) * 2
+    told = routing(peer_port=free_port())
+    with fleet(tmp_path / "one", told=told, nodes=nodes) as (one, a, _):
+        other = Fleet(tmp_path / "other", a, {}, told, *reversed(nodes))
+        try:
+            sleep(RESYNC_S)
+            before = rounds(one, 20, 1)
+            sleep(1)
+            met = [rounds(other, 20, 1)]
+            for made in (one, other):
+                made.load(a)
+                sleep(1.5)
+                met.append(rounds(made, 20, 1))
+        finally:
+            other.close()
+    for after in met if knows else met[:1]:
+        kept = [now[0][:2] == [was[0][0], "kept"] for was, now in zip(before, after, strict=True)]
+        assert all(kept) == knows
+
+
+@pytest.mark.parametrize("lead", [32, 1])
+def test_new_conversations_go_to_replicas_in_turn(tmp_path: Path, lead: int) -> None:
+    """A slow replica gets as many as the others. Planted: a lead by which it is full, and gives its turn away."""
+    with fleet(tmp_path, told=routing(lead=lead), slow=0.5) as (made, _, _), ThreadPoolExecutor(4) as pool:
+        found = Counter(name for name, _, _ in pool.map(lambda key: made.post(x_session_id=f"s{key}"), range(40)))
+    assert (max(found.values()) <= 11) == (lead == 32), found
 
 
 @pytest.mark.parametrize("lead", [1, 1000])

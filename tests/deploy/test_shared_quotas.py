@@ -11,7 +11,6 @@ from deploy import shared_quotas
 from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.keys.key_file import Quota
 from deploy.edge.keys.replica_quotas import CentreLost, ReplicaQuotas
-from deploy.edge.keys.shared_use import SharedUse
 from deploy.registry import Discovery, RayRegistryClient
 from deploy.settings import DiscoverySettings
 from deploy.shared_quotas import RayCentre, beat_for_ever
@@ -22,22 +21,18 @@ pytestmark = pytest.mark.pure
 
 
 class FakeActor:
-    """Methods of `use` as an actor has them; `broken`: what each call does instead."""
+    """An actor's `ask`; `broken`: what each call does instead."""
 
-    def __init__(self, use: Any) -> None:
-        self.use = use
+    def __init__(self, discovery: Discovery) -> None:
         self.broken: Callable[[], Any] | None = None
+        self.ask = self
+        self._discovery = discovery
 
-    def __getattr__(self, method: str) -> Any:
-        async def call(*args: object) -> Any:
-            return getattr(self.use, method)(*args) if self.broken is None else await self.broken()
+    def remote(self, *args: Any) -> Any:
+        async def call() -> Any:
+            return self._discovery.ask(*args) if self.broken is None else await self.broken()
 
-        class Method:
-            @staticmethod
-            def remote(*args: object) -> Any:
-                return asyncio.ensure_future(call(*args))
-
-        return Method
+        return asyncio.ensure_future(call())
 
 
 async def dies() -> None:
@@ -56,9 +51,10 @@ def centre(actor: FakeActor | None, name: str = "r1") -> RayCentre:
 def test_a_centre_that_fails_is_told_apart(monkeypatch: pytest.MonkeyPatch, broken: Callable[[], Any] | None) -> None:
     """One that has died or hangs is lost, and forgotten until the heartbeats find it again; one that lives answers."""
     monkeypatch.setattr(shared_quotas, "ANSWER_S", 0.05)
+    discovery = Discovery("127.0.0.1", 0)
 
     async def scene() -> None:
-        actor = FakeActor(SharedUse())
+        actor = FakeActor(discovery)
         actor.broken = broken
         found = centre(actor)
         if broken is None:
@@ -74,6 +70,7 @@ def test_a_centre_that_fails_is_told_apart(monkeypatch: pytest.MonkeyPatch, brok
             found.tell("close", 1, 0)
 
     asyncio.run(scene())
+    stop(discovery._server)
 
 
 def test_replicas_beat_through_discovery(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ _numbers = itertools.count()
 class Stream:
     """`how`: finish, error, cut or refused; None while it goes on. Times are of the monotonic clock."""
 
-    def __init__(self, network: str, url: str, tokens: int) -> None:
+    def __init__(self, network: str, url: str, tokens: int, session: str | None = None) -> None:
         self.how: str | None = None
         self.events = 0
         self.ended = 0.0
@@ -29,7 +29,7 @@ class Stream:
         self._network = network
         self._url = url
         self._body = BODY | {"stream": True, "max_tokens": tokens}
-        self._session = f"conversation {next(_numbers)}"
+        self._session = session or f"conversation {next(_numbers)}"
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 

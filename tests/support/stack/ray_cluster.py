@@ -31,13 +31,16 @@ PORT = 8000
 BOOT_S = 300.0
 CORE = "engine.core.loop"  # one process of an engine has it in its command line
 ONE_GPU: dict[str, Any] = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 1}}
+PACED = "sed s/deploy.app:build/tests.support.stack.paced_app:build/ /tmp/cluster.yaml > /tmp/paced.yaml"
+DEPLOY = "serve deploy --address http://127.0.0.1:8265"
 STORAGE = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": "/tmp/gcs"}
 
 
 class RayCluster:
-    """A head, the first machine, and nodes, the others; each may start and end for itself."""
+    """A head, the first machine, and nodes, the others; each may start and end for itself. `told`: by `quartet env`."""
 
-    def __init__(self, machines: Machines, head_environ: dict[str, str], step_s: float) -> None:
+    def __init__(self, machines: Machines, head_environ: dict[str, str], step_s: float, *, told: bool = True) -> None:
+        self._told = told
         self.machines = machines
         self.head, *self.nodes = machines.machines
         self.config = yaml.safe_load((ROOT / "deploy" / "nano.yaml").read_text())
@@ -47,12 +50,13 @@ class RayCluster:
         self.deployment.update(ONE_GPU)
         self._head_environ = head_environ
         binaries = Path(sys.executable).parent
-        self._environ = {
+        self.environ = {
             "PATH": f"{binaries}:{os.environ['PATH']}",
             "HOME": os.environ.get("HOME", "/root"),
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
             PACE_VARIABLE: str(step_s),
         }
+        if told:
+            self.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
     @property
     def args(self) -> dict[str, Any]:
@@ -80,23 +84,28 @@ class RayCluster:
         self._write(machine)
         sizes = "--num-cpus=2 --object-store-memory=100000000 --disable-usage-stats"
         more = "".join(f"export {name}={value} && " for name, value in environ.items())
-        start = f"{_environ_of(kind)} && {more}ray start {address} {sizes}"
-        machine.run(f"{start} > /tmp/start.log 2>&1 || {{ cat /tmp/start.log; exit 1; }}", self._environ, BOOT_S)
+        start = f"{self._settings(kind)} && {more}ray start {address} {sizes}"
+        machine.run(f"{start} > /tmp/start.log 2>&1 || {{ cat /tmp/start.log; exit 1; }}", self.environ, BOOT_S)
+
+    def _settings(self, kind: str) -> str:
+        """The script that takes the environment of `quartet env`, as docs/deployment.md has it."""
+        if not self._told:
+            return "true"
+        return f'settings="$(python -m deploy.cli env --for {kind} /tmp/cluster.yaml)" && eval "$settings"'
 
     def _write(self, machine: Machine) -> None:
         (machine.folder / "tmp" / "cluster.yaml").write_text(yaml.safe_dump(self.config))
 
     def on_head(self, script: str, timeout_s: float = BOOT_S) -> str:
         """What `script` prints on the head, in the environment of its Ray."""
-        return self.head.run(f"{_environ_of('head')} && {script}", self._environ, timeout_s)
+        return self.head.run(f"{self._settings('head')} && {script}", self.environ, timeout_s)
 
     def deploy(self, replicas: int = 2, **args: Any) -> None:
         """`serve deploy` of the config with so many replicas and other `args`."""
         self.deployment["num_replicas"] = replicas
         self.args.update(args)
         self._write(self.head)
-        paced = "sed s/deploy.app:build/tests.support.stack.paced_app:build/ /tmp/cluster.yaml > /tmp/paced.yaml"
-        self.on_head(f"{paced} && serve deploy /tmp/paced.yaml --address http://127.0.0.1:8265 2>&1")
+        self.on_head(f"{PACED} && {DEPLOY} /tmp/paced.yaml 2>&1")
 
     def drain(self, machine: Machine, seconds: int) -> None:
         """`ray drain-node` of a machine that will end so many seconds later."""
@@ -111,7 +120,7 @@ class RayCluster:
 
     def targets(self) -> list[dict[str, Any]]:
         """Discovery's list, read on the head."""
-        page = self.head.run(fetch("http://127.0.0.1:9464/targets"), self._environ, 20)
+        page = self.head.run(fetch("http://127.0.0.1:9464/targets"), self.environ, 20)
         found: list[dict[str, Any]] = json.loads(page)
         return found
 
@@ -208,11 +217,6 @@ def strike(machine: Machine, words: str) -> None:
     assert victims, f"{machine.address} has no {words}"
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
-
-
-def _environ_of(kind: str) -> str:
-    """The script that takes the environment of `quartet env`, as docs/deployment.md has it."""
-    return f'settings="$(python -m deploy.cli env --for {kind} /tmp/cluster.yaml)" && eval "$settings"'
 
 
 def fetch(url: str) -> str:
