@@ -21,8 +21,21 @@ from triton.language import constexpr
 from kernels.activation import geglu, geglu_rows, gelu
 from kernels.four_bits import load_words, pair_tile, run_columns
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, inboxes_of, send
-from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, shared_memory, trigger, wait
-from kernels.lora import NO_ADAPTERS, LowRank, expand_rows, expanded, part_of, row_values, rows_of_b, wait_for_x
+from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
+from kernels.lora import (
+    COLUMNS,
+    NO_ADAPTERS,
+    ROW_SHARE,
+    LowRank,
+    complete_shares,
+    early_shares,
+    expand_rows,
+    expanded,
+    part_of,
+    rows_of_b,
+    shrink_row,
+    wait_for_x,
+)
 from kernels.numerics import add_product, cast, prefetch
 from kernels.packed import (
     Activations,
@@ -63,7 +76,7 @@ def linear(
     gate.
     """
     packed = packed_matrix(weight)
-    tile = _tile(x, packed, gated=epilogue.gated)
+    tile = _tile(x, packed, gated=epilogue.gated, adapted=added is not None)
     if tile is not None and (added is None or added.fits(tile, gated=epilogue.gated)):
         return _run(tile, x, packed, _out(x, packed, epilogue) if out is None else out, epilogue, added=added)
     if epilogue.gated or epilogue.up is not None:
@@ -91,7 +104,7 @@ def linear_send(x: Activations, weight: Matrix, peers: AllReduceInbox, added: Lo
     by the product's kernel. None, without effect, for too many rows or where that kernel cannot do
     it all."""
     packed = packed_matrix(weight)
-    tile = _tile(x, packed) if len(x) <= peers.sent_rows else None
+    tile = _tile(x, packed, adapted=added is not None) if len(x) <= peers.sent_rows else None
     if tile is None or not (added is None or added.fits(tile, gated=False)):
         return None
     assert packed.rows <= peers.width, (packed.rows, peers.width)
@@ -104,7 +117,7 @@ def linear_parts(x: Activations, weight: Matrix, added: LowRank | None = None) -
     """x [T, n], weight [m, n] -> [T, m]; or, where few outputs would leave processors idle, fp32
     [parts, T, m], summed by `kernels.fused_allreduce_norm`."""
     packed = packed_matrix(weight)
-    tile = _tile(x, packed, parts=True)
+    tile = _tile(x, packed, parts=True, adapted=added is not None)
     if tile is None or tile.splits == 1 or not (added is None or added.fits(tile, gated=False)):
         return linear(x, weight, added=added)
     return _run(tile, x, packed, x.new_empty(tile.splits, len(x), packed.rows, dtype=torch.float32), added=added)
@@ -124,7 +137,7 @@ def _library(x: Activations, weight: PackedMatrix, out: Tensor) -> Tensor:
     return torch.mm(x.to(out.dtype), values.to(out.dtype).t(), out=out)
 
 
-def _tile(x: Activations, weight: PackedMatrix, *, gated: bool = False, parts: bool = False) -> Tile | None:
+def _tile(x: Activations, weight: PackedMatrix, *, gated: bool = False, parts: bool = False, adapted: bool = False) -> Tile | None:
     """The product's tile, or None for the library. AssertionError unless shapes, dtypes and
     contiguity fit."""
     rows, n = x.shape
@@ -133,6 +146,8 @@ def _tile(x: Activations, weight: PackedMatrix, *, gated: bool = False, parts: b
     check_contiguous(x if isinstance(x, Tensor) else x.values, *weight.tensors)
     if rows == 0 or not enabled(x) or not (x.dtype == torch.bfloat16 or INTERPRET):
         return None
+    if adapted and rows == 2:  # the kernel of two rows has no registers left
+        rows = 3
     return choose(rows, GemmShape(weight.rows // (1 + gated), n, gated), shared_memory(x), parts=parts, load=weight.load)
 
 
@@ -155,18 +170,19 @@ def _run(
         inboxes = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": peers.nothing}
     blocks, columns = cdiv(len(x), tile.rows), cdiv(m, tile.bn)
     values, x_scale = operands(x, weight)
-    low = NO_ADAPTERS if added is None else added.shrink(tile)
+    low = NO_ADAPTERS[tile.kind] if added is None else added.shrink(tile)
     constexprs = {
         "M": m, "K": k, "ROWS": tile.rows, "BN": tile.bn, "BK": tile.bk, "warps": tile.warps, "stages": tile.stages,
-        "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes, **low.constexprs,
+        "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes, **low.constexprs, **low.own,
     }  # fmt: skip
     ends = up, out, pointers, rank, buffer, len(x)
     if tile.kind == "gemv":
-        starts = values, x_scale, weight.values, weight.scale, *low.arguments[:-1]
-        launch(_gemv, (columns, blocks), *starts, *ends, EARLY=tile.early, **constexprs)
+        starts = values, x_scale, weight.values, weight.scale, *low.arguments
+        padded = next_power_of_2(low.constexprs["SHARES"])
+        launch(_gemv, (low.own["SHRINKERS"] + columns, blocks), *starts, *ends, EARLY=tile.early, PADDED=padded, **constexprs)
     else:
         matrix = weight.values, weight.scale, weight.zero, *low.arguments
-        own = {"SWAP": tile.swap, "SPLITS": tile.splits, "BLOCKS": blocks > 1, "GROUP": weight.group, "TOGETHER": low.together}
+        own = {"SWAP": tile.swap, "SPLITS": tile.splits, "BLOCKS": blocks > 1, "GROUP": weight.group}
         launch(_gemm, (columns, tile.splits, blocks), values, x_scale, *matrix, *ends, **own, **constexprs)
     return out
 
@@ -203,18 +219,26 @@ def _add_products(sums, tile, values, LANE: constexpr):
 
 @triton.jit(do_not_specialize=["rank", "buffer", "T"])
 def _gemv(
-    x, x_scale, weight, scale, index, b, inner, up, out, pointers, rank, buffer, T,
+    x, x_scale, weight, scale, index, b, words, plain, a, up, out, pointers, rank, buffer, T,
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
     SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr,
-    ADAPTERS: constexpr, SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
+    ADAPTERS: constexpr, SHARES: constexpr, PADDED: constexpr, FIRST: constexpr, SECOND: constexpr, SHARE: constexpr,
+    SHRINKERS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of ROWS rows. A thread sums neighbouring columns, 16 bytes at once. The unrolled
-    loop keeps EARLY weight tiles in flight."""
+    loop keeps EARLY weight tiles in flight. Of one row with an adapter the first SHRINKERS CTAs
+    compute A's product."""
     trigger(PDL)
+    first = tl.program_id(1) * ROWS
+    if RANK > 0:
+        if tl.program_id(0) < SHRINKERS:
+            wait(PDL)
+            shrink_row(plain, a, index, words, tl.program_id(0), first, K, PARTS * RANK, SHARE, SHARES, COLUMNS, ROW_SHARE)
+            return
     TILES: constexpr = (K + BK - 1) // BK
     LANE: constexpr = 8 if scale is None else 16
     MATRICES: constexpr = 2 if GATED else 1
-    start = tl.program_id(0) * BN
+    start = (tl.program_id(0) - SHRINKERS) * BN
     column = start + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
@@ -223,21 +247,21 @@ def _gemv(
         for matrix in tl.static_range(MATRICES):
             tiles += (_load(base + matrix * M * K, i, K, BK, "evict_first"),)
     wait(PDL)
-    first = tl.program_id(1) * ROWS
-    low: tl.tuple = ()
+    of_b: tl.tuple = ()
+    bits: tl.tuple = ()
     if RANK > 0:
         part = 0 if GATED else part_of(start, FIRST, SECOND)
-        for row in tl.static_range(ROWS):
-            adapter = tl.load(index + first + row)
-            for matrix in tl.static_range(MATRICES):
-                values = row_values(inner, first + row, adapter, part + matrix, T, RANK, PARTS, SHARES)
-                of_b = rows_of_b(b, adapter, column + matrix * M, MATRICES * M, RANK, ADAPTERS)
-                low += (expanded(values, of_b),)
+        adapter = tl.load(index + first)
+        for matrix in tl.static_range(MATRICES):
+            of_b += (rows_of_b(b, adapter, column + matrix * M, MATRICES * M, RANK, ADAPTERS),)
     x += first * K
     sums: tl.tuple = ()
     for _ in tl.static_range(ROWS * MATRICES):
         sums += (tl.zeros([BN, BK // LANE], tl.float32),)
     for i in tl.static_range(TILES):
+        if RANK > 0 and i == TILES - 1:
+            for matrix in tl.static_range(MATRICES):
+                bits += (early_shares(words, first, adapter, part + matrix, RANK, PARTS, SHARES, PADDED),)
         if i + EARLY < TILES:
             for matrix in tl.static_range(MATRICES):
                 tiles += (_load(base + matrix * M * K, i + EARLY, K, BK, "evict_first"),)
@@ -252,11 +276,13 @@ def _gemv(
         at = tl.full([BN], row, tl.int32) + first
         total = scaled(tl.sum(sums[row * MATRICES], 1), x_scale, scale, at, column, M)
         if RANK > 0:
-            total += low[row * MATRICES]
+            values = complete_shares(bits[0], words, first, adapter, part, RANK, PARTS, SHARES, PADDED)
+            total += expanded(values, of_b[0])
         if GATED:
             second = scaled(tl.sum(sums[row * MATRICES + 1], 1), x_scale, scale, at, column + M, 2 * M)
             if RANK > 0:
-                second += low[row * MATRICES + 1]
+                values = complete_shares(bits[1], words, first, adapter, 1, RANK, PARTS, SHARES, PADDED)
+                second += expanded(values, of_b[1])
             total = gelu(total) * second
         if UP > 0:
             total = gelu(total) * tl.load(up + at * UP + column, live, 0.0).to(tl.float32)
