@@ -175,7 +175,7 @@ def _run(
         "M": m, "K": k, "ROWS": tile.rows, "BN": tile.bn, "BK": tile.bk, "warps": tile.warps, "stages": tile.stages,
         "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes, **low.constexprs, **low.own,
     }  # fmt: skip
-    ends = up, out, pointers, rank, buffer, len(x)
+    ends = up, out, pointers, rank, buffer
     if tile.kind == "gemv":
         starts = values, x_scale, weight.values, weight.scale, *low.arguments
         padded = next_power_of_2(low.constexprs["SHARES"])
@@ -183,7 +183,7 @@ def _run(
     else:
         matrix = weight.values, weight.scale, weight.zero, *low.arguments
         own = {"SWAP": tile.swap, "SPLITS": tile.splits, "BLOCKS": blocks > 1, "GROUP": weight.group}
-        launch(_gemm, (columns, tile.splits, blocks), values, x_scale, *matrix, *ends, **own, **constexprs)
+        launch(_gemm, (columns, tile.splits, blocks), values, x_scale, *matrix, *ends, len(x), **own, **constexprs)
     return out
 
 
@@ -217,9 +217,9 @@ def _add_products(sums, tile, values, LANE: constexpr):
     return sums + tl.sum(products, 2)
 
 
-@triton.jit(do_not_specialize=["rank", "buffer", "T"])
+@triton.jit(do_not_specialize=["rank", "buffer"])
 def _gemv(
-    x, x_scale, weight, scale, index, b, words, plain, a, up, out, pointers, rank, buffer, T,
+    x, x_scale, weight, scale, index, b, words, plain, a, up, out, pointers, rank, buffer,
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
     SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr,
     ADAPTERS: constexpr, SHARES: constexpr, PADDED: constexpr, FIRST: constexpr, SECOND: constexpr, SHARE: constexpr,
@@ -230,7 +230,7 @@ def _gemv(
     compute A's product."""
     trigger(PDL)
     first = tl.program_id(1) * ROWS
-    if RANK > 0:
+    if RANK > 0:  # noqa: SIM102 - known to the compiler
         if tl.program_id(0) < SHRINKERS:
             wait(PDL)
             shrink_row(plain, a, index, words, tl.program_id(0), first, K, PARTS * RANK, SHARE, SHARES, COLUMNS, ROW_SHARE)
