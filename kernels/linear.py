@@ -21,21 +21,8 @@ from triton.language import constexpr
 from kernels.activation import geglu, geglu_rows, gelu
 from kernels.four_bits import load_words, pair_tile, run_columns
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, inboxes_of, send
-from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
-from kernels.lora import (
-    COLUMNS,
-    NO_ADAPTERS,
-    ROW_SHARE,
-    LowRank,
-    complete_shares,
-    early_shares,
-    expand_rows,
-    expanded,
-    part_of,
-    rows_of_b,
-    shrink_row,
-    wait_for_x,
-)
+from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, shared_memory, trigger, wait
+from kernels.lora import NO_ADAPTERS, LowRank, expand_rows, part_of, wait_for_x
 from kernels.numerics import add_product, cast, prefetch
 from kernels.packed import (
     Activations,
@@ -146,8 +133,8 @@ def _tile(x: Activations, weight: PackedMatrix, *, gated: bool = False, parts: b
     check_contiguous(x if isinstance(x, Tensor) else x.values, *weight.tensors)
     if rows == 0 or not enabled(x) or not (x.dtype == torch.bfloat16 or INTERPRET):
         return None
-    if adapted and rows == 2:  # the kernel of two rows has no registers left
-        rows = 3
+    if adapted:
+        rows = max(rows, 3)  # a `_gemv` adds nothing of adapters, and two rows take no longer than three
     return choose(rows, GemmShape(weight.rows // (1 + gated), n, gated), shared_memory(x), parts=parts, load=weight.load)
 
 
@@ -170,20 +157,19 @@ def _run(
         inboxes = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": peers.nothing}
     blocks, columns = cdiv(len(x), tile.rows), cdiv(m, tile.bn)
     values, x_scale = operands(x, weight)
-    low = NO_ADAPTERS[tile.kind] if added is None else added.shrink(tile)
     constexprs = {
         "M": m, "K": k, "ROWS": tile.rows, "BN": tile.bn, "BK": tile.bk, "warps": tile.warps, "stages": tile.stages,
-        "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes, **low.constexprs, **low.own,
+        "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes,
     }  # fmt: skip
     ends = up, out, pointers, rank, buffer
     if tile.kind == "gemv":
-        starts = values, x_scale, weight.values, weight.scale, *low.arguments
-        padded = next_power_of_2(low.constexprs["SHARES"])
-        launch(_gemv, (low.own["SHRINKERS"] + columns, blocks), *starts, *ends, EARLY=tile.early, PADDED=padded, **constexprs)
+        launch(_gemv, (columns, blocks), values, x_scale, weight.values, weight.scale, *ends, EARLY=tile.early, **constexprs)
     else:
+        low = NO_ADAPTERS if added is None else added.shrink(tile)
         matrix = weight.values, weight.scale, weight.zero, *low.arguments
-        own = {"SWAP": tile.swap, "SPLITS": tile.splits, "BLOCKS": blocks > 1, "GROUP": weight.group}
-        launch(_gemm, (columns, tile.splits, blocks), values, x_scale, *matrix, *ends, len(x), **own, **constexprs)
+        own = {"SWAP": tile.swap, "SPLITS": tile.splits, "BLOCKS": blocks > 1, "GROUP": weight.group, "TOGETHER": low.together}
+        grid = columns, tile.splits, blocks
+        launch(_gemm, grid, values, x_scale, *matrix, *ends, len(x), **own, **low.constexprs, **constexprs)
     return out
 
 
@@ -219,27 +205,17 @@ def _add_products(sums, tile, values, LANE: constexpr):
 
 @triton.jit(do_not_specialize=["rank", "buffer"])
 def _gemv(
-    x, x_scale, weight, scale, index, b, words, plain, a, up, out, pointers, rank, buffer,
+    x, x_scale, weight, scale, up, out, pointers, rank, buffer,
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
-    SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr,
-    ADAPTERS: constexpr, SHARES: constexpr, PADDED: constexpr, FIRST: constexpr, SECOND: constexpr, SHARE: constexpr,
-    SHRINKERS: constexpr, PDL: constexpr,
+    SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of ROWS rows. A thread sums neighbouring columns, 16 bytes at once. The unrolled
-    loop keeps EARLY weight tiles in flight. Of one row with an adapter the first SHRINKERS CTAs
-    compute A's product."""
+    loop keeps EARLY weight tiles in flight."""
     trigger(PDL)
-    first = tl.program_id(1) * ROWS
-    if RANK > 0:  # noqa: SIM102 - known to the compiler
-        if tl.program_id(0) < SHRINKERS:
-            wait(PDL)
-            shrink_row(plain, a, index, words, tl.program_id(0), first, K, PARTS * RANK, SHARE, SHARES, COLUMNS, ROW_SHARE)
-            return
     TILES: constexpr = (K + BK - 1) // BK
     LANE: constexpr = 8 if scale is None else 16
     MATRICES: constexpr = 2 if GATED else 1
-    start = (tl.program_id(0) - SHRINKERS) * BN
-    column = start + tl.arange(0, BN)
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
     tiles: tl.tuple = ()
@@ -247,21 +223,12 @@ def _gemv(
         for matrix in tl.static_range(MATRICES):
             tiles += (_load(base + matrix * M * K, i, K, BK, "evict_first"),)
     wait(PDL)
-    of_b: tl.tuple = ()
-    bits: tl.tuple = ()
-    if RANK > 0:
-        part = 0 if GATED else part_of(start, FIRST, SECOND)
-        adapter = tl.load(index + first)
-        for matrix in tl.static_range(MATRICES):
-            of_b += (rows_of_b(b, adapter, column + matrix * M, MATRICES * M, RANK, ADAPTERS),)
+    first = tl.program_id(1) * ROWS
     x += first * K
     sums: tl.tuple = ()
     for _ in tl.static_range(ROWS * MATRICES):
         sums += (tl.zeros([BN, BK // LANE], tl.float32),)
     for i in tl.static_range(TILES):
-        if RANK > 0 and i == TILES - 1:
-            for matrix in tl.static_range(MATRICES):
-                bits += (early_shares(words, first, adapter, part + matrix, RANK, PARTS, SHARES, PADDED),)
         if i + EARLY < TILES:
             for matrix in tl.static_range(MATRICES):
                 tiles += (_load(base + matrix * M * K, i + EARLY, K, BK, "evict_first"),)
@@ -275,14 +242,8 @@ def _gemv(
     for row in tl.static_range(ROWS):
         at = tl.full([BN], row, tl.int32) + first
         total = scaled(tl.sum(sums[row * MATRICES], 1), x_scale, scale, at, column, M)
-        if RANK > 0:
-            values = complete_shares(bits[0], words, first, adapter, part, RANK, PARTS, SHARES, PADDED)
-            total += expanded(values, of_b[0])
         if GATED:
             second = scaled(tl.sum(sums[row * MATRICES + 1], 1), x_scale, scale, at, column + M, 2 * M)
-            if RANK > 0:
-                values = complete_shares(bits[1], words, first, adapter, 1, RANK, PARTS, SHARES, PADDED)
-                second += expanded(values, of_b[1])
             total = gelu(total) * second
         if UP > 0:
             total = gelu(total) * tl.load(up + at * UP + column, live, 0.0).to(tl.float32)

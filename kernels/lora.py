@@ -11,15 +11,12 @@ Of many rows, and of experts, another kernel follows the product:
 
     `_expand` (rows, adapter among theirs, outputs)                                adds the shares, multiplies by B, adds to `out`
 
-Of few rows the product's own kernel does that (`kernels.linear`). Of three rows or more `_shrink` runs at the same time: the
-product's kernel multiplies by the model's matrix before `_shrink` has ended. It learns from a word that the kernels before have
+Of few rows the product's own kernel does that (`kernels.linear._gemm`, of one row or two as well), and both run at the same time:
+the product's kernel multiplies by the model's matrix before `_shrink` has ended. It learns from a word that the kernels before have
 ended. All CTAs of `_shrink` run by then, so it does not wait for one that cannot start.
-
-Of one row the product's first CTAs compute A's product, into words that are 0 until then. CTAs start in order, so the others
-may wait for these words at their end.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,12 +35,8 @@ _MOST_SHARES = 16
 _TURN = 128  # of a share, at once
 _OUTPUTS = 64  # of a CTA of `_expand`
 _WIDTH = 16  # columns of A's product of a CTA of `_shrink`, of few rows
-_ROW_SHARE = 512  # of the inner dimension, of a CTA that computes A's product of one row: a turn, too
 _MOST_RANK = 128  # that the product's own kernel takes
 _LAST = constexpr(0x7FFFFFFF)  # no adapter has this index
-_NEGATIVE_ZERO = constexpr(-0x80000000)
-COLUMNS = constexpr(_WIDTH)
-ROW_SHARE = constexpr(_ROW_SHARE)
 
 
 class LowRank(NamedTuple):
@@ -54,7 +47,7 @@ class LowRank(NamedTuple):
     a       [adapters, parts * r, n]
     b       [adapters, m, r]; its memory is [m, adapters, r], or of experts' adapters contiguous
     ends    of the parts' outputs, one to three
-    zeros   gives int32 [n], each 0 and given to nobody else
+    begun   int32 [1], 0: a word of this product alone
     """
 
     x: Tensor
@@ -62,13 +55,14 @@ class LowRank(NamedTuple):
     a: Tensor
     b: Tensor
     ends: tuple[int, ...]
-    zeros: Callable[[int], Tensor]
+    begun: Tensor
 
     def fits(self, tile: Tile, *, gated: bool) -> bool:
         """Whether the product's own kernel, with this tile, adds it."""
         rank = self.b.shape[2]
         parts = len(self.ends) == 1 or gated or all(end % tile.bn == 0 for end in self.ends)
-        return parts and rank <= _MOST_RANK and rank & (rank - 1) == 0 and self.b.transpose(0, 1).is_contiguous()
+        fits = parts and rank <= _MOST_RANK and rank & (rank - 1) == 0
+        return tile.kind == "gemm" and fits and self.b.transpose(0, 1).is_contiguous()
 
     def add(self, out: Tensor) -> None:
         add_lora(out, self.x, self.of_row, self.a, self.b, self.ends)
@@ -79,29 +73,19 @@ class LowRank(NamedTuple):
         n, (adapters, m, r), parts = self.x.shape[1], self.b.shape, len(self.ends)
         assert self.ends[-1] == m, (self.ends, self.b.shape)
         assert self.a.shape == (adapters, parts * r, n), (self.a.shape, self.b.shape, n)
+        inner = _shrink_all(self.x, self.of_row, self.a, parts * r, tile.rows, _WIDTH, self.begun)
         first, second = [*self.ends, m, m][:2]
-        if tile.kind == "gemv":
-            assert tile.rows == 1, tile
-            shares = min(_MOST_SHARES, cdiv(n, _ROW_SHARE))
-            share = cdiv(cdiv(n, shares), _ROW_SHARE) * _ROW_SHARE
-            shares = cdiv(n, share)
-            words = self.zeros(len(self.x) * shares * parts * r)
-            own = {"SHARE": share, "SHRINKERS": shares * parts * r // _WIDTH}
-            arguments = self.of_row, self.b, words, self.x, self.a
-            return Shrunk(arguments, _constexprs((r, parts, adapters, shares, first, second)), own)
-        begun = self.zeros(1)
-        inner = _shrink_all(self.x, self.of_row, self.a, parts * r, tile.rows, _WIDTH, begun)
+        arguments = self.of_row, self.b, inner, self.begun
         together = min(next_power_of_2(adapters), _MOST_RANK // r)
-        constexprs = _constexprs((r, parts, adapters, len(inner), first, second))
-        return Shrunk((self.of_row, self.b, inner, begun), constexprs, {"TOGETHER": together})
+        return Shrunk(arguments, _constexprs((r, parts, adapters, len(inner), first, second)), together)
 
 
 class Shrunk(NamedTuple):
-    """Arguments and constexprs of the product's kernel. own: constexprs of the kernel of one row or two, or of that of several."""
+    """Arguments and constexprs of the product's kernel. together: how many adapters the one for several rows takes at once."""
 
     arguments: tuple[Any, ...]
     constexprs: dict[str, int]
-    own: dict[str, int]
+    together: int
 
 
 def _constexprs(numbers: tuple[int, ...]) -> dict[str, int]:
@@ -109,10 +93,7 @@ def _constexprs(numbers: tuple[int, ...]) -> dict[str, int]:
     return dict(zip(names, numbers, strict=True))
 
 
-NO_ADAPTERS = {
-    "gemv": Shrunk((None,) * 5, _constexprs((0,) * 6), {"SHARE": 0, "SHRINKERS": 0}),
-    "gemm": Shrunk((None,) * 4, _constexprs((0,) * 6), {"TOGETHER": 0}),
-}
+NO_ADAPTERS = Shrunk((None, None, None, None), _constexprs((0,) * 6), 0)
 
 
 def add_lora(out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: tuple[int, ...]) -> None:
@@ -200,50 +181,6 @@ def _shrink_rows(
 
 
 @triton.jit
-def shrink_row(
-    x, a, index, words, number, row,
-    N: constexpr, INNER: constexpr, SHARE: constexpr, SHARES: constexpr, WIDTH: constexpr, TURN: constexpr,
-):  # fmt: skip
-    """WIDTH columns of A's product of a row, over SHARE of n, to `words` [T, SHARES, INNER]; a sum of 0 is written as -0."""
-    BLOCKS: constexpr = INNER // WIDTH
-    share = number // BLOCKS
-    adapter = tl.load(index + row)
-    if adapter >= 0:
-        column = number % BLOCKS * WIDTH + tl.arange(0, WIDTH)
-        base = a + (adapter.to(tl.int64) * INNER + column[:, None]) * N
-        total = tl.zeros([WIDTH, TURN], tl.float32)
-        for k in tl.static_range(0, SHARE, TURN):
-            offset = share * SHARE + k + tl.arange(0, TURN)
-            inside = offset < N
-            tile = tl.load(base + offset[None, :], inside[None, :], 0.0).to(tl.float32)
-            total += tile * tl.load(x + row * N + offset, inside, 0.0).to(tl.float32)[None, :]
-        bits = tl.sum(total, 1).to(tl.int32, bitcast=True)
-        tl.atomic_xchg(words + (row * SHARES + share) * INNER + column, tl.where(bits == 0, _NEGATIVE_ZERO, bits), sem="relaxed")
-
-
-@triton.jit
-def _at_shares(words, row, part, RANK: constexpr, PARTS: constexpr, SHARES: constexpr, PADDED: constexpr):
-    share = tl.arange(0, PADDED)[:, None]
-    return words + (row * SHARES + share) * (PARTS * RANK) + part * RANK + tl.arange(0, RANK)[None, :]
-
-
-@triton.jit
-def early_shares(words, row, adapter, part, RANK: constexpr, PARTS: constexpr, SHARES: constexpr, PADDED: constexpr):
-    """The words [PADDED, RANK] of a row's part, perhaps before they are written."""
-    live = (tl.arange(0, PADDED) < SHARES)[:, None] & (adapter >= 0)
-    return tl.load(_at_shares(words, row, part, RANK, PARTS, SHARES, PADDED), live, 0, volatile=True)
-
-
-@triton.jit
-def complete_shares(bits, words, row, adapter, part, RANK: constexpr, PARTS: constexpr, SHARES: constexpr, PADDED: constexpr):
-    """A's product of a row [RANK], once every word is written; zeros where the row has no adapter."""
-    live = (tl.arange(0, PADDED) < SHARES)[:, None] & (adapter >= 0)
-    while tl.max(tl.max(((bits == 0) & live).to(tl.int32), 1), 0) > 0:
-        bits = tl.load(_at_shares(words, row, part, RANK, PARTS, SHARES, PADDED), live, 0, volatile=True)
-    return tl.sum(bits.to(tl.float32, bitcast=True), 0)
-
-
-@triton.jit
 def wait_for_x(begun):
     """Waits until the kernels before `_shrink` have ended; what they wrote is visible then."""
     state = tl.atomic_add(begun, 0, sem="acquire")
@@ -254,18 +191,6 @@ def wait_for_x(begun):
 @triton.jit
 def part_of(column, FIRST: constexpr, SECOND: constexpr):
     return (column >= FIRST).to(tl.int32) + (column >= SECOND).to(tl.int32)
-
-
-@triton.jit
-def rows_of_b(b, adapter, column, M: constexpr, RANK: constexpr, ADAPTERS: constexpr):
-    """An adapter's B for the outputs `column` [BN]; zeros of none."""
-    inside = (column < M)[:, None] & (adapter >= 0)
-    return tl.load(b + (column.to(tl.int64)[:, None] * ADAPTERS + adapter) * RANK + tl.arange(0, RANK)[None, :], inside, 0.0)
-
-
-@triton.jit
-def expanded(values, tile):
-    return tl.sum(tile.to(tl.float32) * cast(values, tile.dtype).to(tl.float32)[None, :], 1)
 
 
 @triton.jit

@@ -466,8 +466,9 @@ def _lora(draw: RandomInputs, rows: int) -> Outputs:
     of_row = ((draw.rising(rows, 1) + 1) % 4 - 1).view(-1)
     add_lora(out, x, of_row, a, b, (130, 200))
     weight, b = draw.floats(256, 700, scale=700**-0.5), draw.floats(256, 3, 32, scale=32**-0.5).transpose(0, 1)
-    added = LowRank(x, of_row, a, b, (128, 256), of_row.new_zeros)
-    return out, linear(x, weight, added=added), linear(x, weight, GEGLU, added=added)
+    words = torch.zeros(2, dtype=torch.int32, device=x.device).split(1)
+    fused = (LowRank(x, of_row, a, b, (128, 256), word) for word in words)
+    return out, linear(x, weight, added=next(fused)), linear(x, weight, GEGLU, added=next(fused))
 
 
 CHECKS = (

@@ -7,7 +7,7 @@ A column-parallel matrix has its rows of B; a row-parallel one its columns of A.
 V, what is added to K is added to V too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,9 +33,9 @@ class AdapterStack(nn.Module):
         self.a = nn.Parameter(a, requires_grad=False)
         self.b = nn.Parameter(b, requires_grad=False)
 
-    def added(self, x: Tensor, index: Tensor, zeros: Callable[[int], Tensor]) -> LowRank:
-        """What the rows' adapters make of x [T, n]. index: int32 [T]; zeros: as `LowRank` has it."""
-        return LowRank(x, index, self.a, self.b, self.ends, zeros)
+    def added(self, x: Tensor, index: Tensor, begun: Tensor) -> LowRank:
+        """What the rows' adapters make of x [T, n]. index: int32 [T]; begun: a word of this product alone, 0."""
+        return LowRank(x, index, self.a, self.b, self.ends, begun)
 
     def add(self, out: Tensor, x: Tensor, index: Tensor) -> None:
         """Add the adapters' products of x [T, n] to out [T, m]. index: int32 [T]."""

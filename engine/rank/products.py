@@ -7,6 +7,8 @@ rows.
     AdaptedExchange  around one of these, where rows have adapters
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -22,8 +24,7 @@ from kernels.sequence_parallel import GatheredRows, Pieces, SequenceParallel
 Peers = AllReduceInbox | SequenceParallel | None
 Part = Tensor | InboxPart | Pieces
 Rows = Activations | GatheredRows
-_WORDS = 1 << 18  # made at once: more than most forwards need
-_LINE = 32  # words of a cache line
+_WORDS = 512  # made at once: more than a forward has products, unless they are in pieces
 
 
 class Exchange:
@@ -151,14 +152,14 @@ class AdaptedExchange(Exchange):
         self._inner = inner
         self.parallel = inner.parallel
         self.adapters = adapters
-        self._zeros = ZeroWords(adapters.device)
+        self._words = words(adapters.device)
 
     def _added(self, weight: Weight, x: Activations, rows: Tensor | None = None) -> LowRank | None:
         """rows: the adapter of each row of x, if they are not all of the step's."""
         if weight.adapters is None:
             return None
         assert isinstance(x, Tensor)
-        added: LowRank = weight.adapters.added(x, self.adapters if rows is None else rows, self._zeros)
+        added: LowRank = weight.adapters.added(x, self.adapters if rows is None else rows, next(self._words))
         return added
 
     def product(self, weight: Weight, x: Activations, epilogue: Epilogue = NONE) -> Tensor:
@@ -209,19 +210,10 @@ class AdaptedExchange(Exchange):
         return AdaptedExchange(self._inner.of_rows(rows), self.adapters[rows])
 
 
-class ZeroWords:
-    """Gives int32 [n], each 0 and handed out once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._left = torch.zeros(0, dtype=torch.int32, device=device)
-
-    def __call__(self, count: int) -> Tensor:
-        whole = _LINE * -(-count // _LINE)
-        if whole > len(self._left):
-            self._left = self._left.new_zeros(max(whole, _WORDS))
-        given = self._left[:count]
-        self._left = self._left[whole:]
-        return given
+def words(device: torch.device) -> Iterator[Tensor]:
+    """Endless int32 [1], each 0 and handed out once."""
+    while True:
+        yield from torch.zeros(_WORDS, dtype=torch.int32, device=device).split(1)
 
 
 def exchange_over(peers: Peers, parallel: Parallel, eps: float, adapters: Tensor | None = None) -> Exchange:

@@ -80,12 +80,11 @@ def test_what_adapters_add(case: Case, dtype: torch.dtype) -> None:
 def low_rank(x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: tuple[int, ...]) -> LowRank:
     """With B's memory as a stack's."""
     together = b.transpose(0, 1).contiguous().transpose(0, 1)
-    return LowRank(x, index, a, together, ends, index.new_zeros)
+    return LowRank(x, index, a, together, ends, torch.zeros(1, dtype=torch.int32))
 
 
 TILES = [
-    (Tile("gemv", 1, 4, 64, early=2), 1),
-    (Tile("gemv", 1, 4, 64, early=2), 3),
+    (Tile("gemm", 16, 16, 64, stages=2), 1),
     (Tile("gemm", 16, 16, 64, stages=2), 11),
     (Tile("gemm", 32, 16, 32, stages=3, swap=True), 33),
     (Tile("gemm", 16, 8, 64, stages=2, splits=2), 16),
