@@ -26,6 +26,7 @@ from cluster.group import Group
 from cluster.health import Death, Watcher
 from dashboards.exporter import Exporter, Facts
 from deploy import environment, ray_private
+from deploy.edge.adapters.adapter_sync import AdapterSync
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.keys.replica_quotas import ReplicaQuotas
 from deploy.edge.media.media_preparer import MediaPreparer
@@ -112,7 +113,8 @@ class Quartet:
         metrics = self._settings.metrics
         self._registry = RayRegistryClient(metrics.discovery) if metrics.discovery.enabled else None
         tag = serve.get_replica_context().replica_id.unique_id
-        self._quotas = ReplicaQuotas(RayCentre(self._registry, tag) if self._registry is not None else None)
+        self._centre = RayCentre(self._registry, tag) if self._registry is not None else None
+        self._quotas = ReplicaQuotas(self._centre)
         self._keys = KeyRing(self._settings.keys, self._quotas) if self._settings.keys.needed else None
         self._metrics_host = metrics.host or ray.util.get_node_ip_address()
         check_port(self._metrics_host, metrics.port, "metrics.port 0 is a free one for each replica", least=0)
@@ -171,6 +173,8 @@ class Quartet:
             about={"metrics": exporter_url, "attention": str(group.attention)},
             metrics=self._exporter.page if metrics.on_api else None,
             rank_links=links,
+            centre=self._centre,
+            application=replica.app_name,
         )
         self._exporter.read_gauges = partial(read_gauges, group, self._client, self._service.adapters.ids)
         await self._service.adapters.check_all()
@@ -183,6 +187,8 @@ class Quartet:
         self._heartbeats = self._start_heartbeats(exporter_url)
         if self._registry is not None:
             await self._share_quotas(replica.app_name)
+            if links is not None:
+                await self._share_adapters(self._service.adapter_sync)
 
     def _facts(self, config: EngineConfig, attention: str, weights: str) -> Facts:
         metrics = self._settings.metrics
@@ -205,6 +211,14 @@ class Quartet:
         if self._keys is not None:
             with contextlib.suppress(TimeoutError):  # until then it would allow every quota whole
                 await asyncio.wait_for(self._quotas.joined.wait(), JOIN_S)
+
+    async def _share_adapters(self, sync: AdapterSync) -> None:
+        """Serve what other replicas have loaded, before the first request and from then on."""
+        for _ in range(int(JOIN_S)):
+            if await sync.sync():
+                break
+            await asyncio.sleep(1)
+        self._syncing = asyncio.ensure_future(sync.run())
 
     def _start_heartbeats(self, exporter_url: str) -> HeartbeatSender | None:
         """Register the exporter with discovery."""

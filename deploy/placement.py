@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from cluster.capability import probe
+from deploy.models.adapter_folders import adapter_folder, local_adapter
 from deploy.models.resolve import folder_here, resolve
 from deploy.settings import Settings
 from engine.checkpoint import generation_config, token_ids
@@ -18,6 +19,9 @@ T = TypeVar("T")
 
 
 def place(settings: Settings) -> EngineConfig:
+    """Downloads what is not on this machine."""
+    adapters = {name: str(adapter_folder(name, given)) for name, given in settings.adapters.items()}
+    settings = msgspec.structs.replace(settings, adapters=adapters)
     return configure(settings, resolve(settings.model, settings.revision), resolve, has_gpus=bool(probe().gpus))
 
 
@@ -38,17 +42,19 @@ def _known(drafter: Path | None, _: str) -> Path:
 
 
 def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path], *, has_gpus: bool) -> EngineConfig:
-    """`drafter_of`: from the assistant's name to its folder."""
+    """`drafter_of`: from the assistant's name to its folder. Adapters of the hub that are not on this machine are left out."""
     for name in settings.names:
         if name in settings.adapters:
             raise ConfigError(f"adapters.{name}: clients call the model itself so")
     mtp = settings.mtp
     drafter = drafter_folder(mtp, drafter_of)
+    found = {name: local_adapter(name, given) for name, given in settings.adapters.items()}
+    adapters = {name: str(path) for name, path in found.items() if path is not None}
     config = engine_config(
         model=str(folder),
         device=settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus and has_gpus else "cpu",
         load_format=settings.load_format or ("dummy" if settings.model.startswith("dummy:") else "safetensors"),
-        **settings.engine | {"mtp": {"model": drafter and str(drafter), "drafts": mtp.drafts}},
+        **settings.engine | {"mtp": {"model": drafter and str(drafter), "drafts": mtp.drafts}, "adapters": adapters},
     )
     suppress = token_ids(folder, "suppress_tokens", generation_config(folder).get("suppress_tokens"))
     return msgspec.structs.replace(config, suppress=suppress)

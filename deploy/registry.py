@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 from dashboards.discovery import DiscoveryServer, HttpSdList, ReplicaRegistry, ScrapeTarget
 from dashboards.series import Counts
 from deploy import ray_private
+from deploy.edge.adapters.adapter_centre import AdapterCentre, AdapterEntry, AdapterList, Behind
 from deploy.edge.edge_settings import WILDCARDS, url_host
 from deploy.edge.keys.shared_use import SharedUse
 from deploy.settings import DiscoverySettings
@@ -36,6 +37,7 @@ class Discovery(ReplicaRegistry):
     def __init__(self, host: str, port: int, end: Callable[[], None] | None = None) -> None:
         super().__init__()
         self._use = SharedUse()
+        self._adapters = AdapterCentre()
         for address in ((host, port), (host, 0), ("127.0.0.1", 0)):  # an actor that cannot be made would be made again and again
             try:
                 self._server = DiscoveryServer(self, *address, ray_exporters)
@@ -65,6 +67,18 @@ class Discovery(ReplicaRegistry):
     def ask(self, method: str, *args: object) -> object:
         """A replica calls a method of SharedUse."""
         return getattr(self._use, method)(*args)
+
+    def sync_adapters(self, replica: str, application: str, done: AdapterList, errors: dict[int, str]) -> AdapterList:
+        """As AdapterCentre."""
+        return self._adapters.sync_adapters(replica, application, done, errors)
+
+    def change_adapter(self, replica: str, application: str, done: AdapterList, name: str, folder: str | None) -> AdapterEntry:
+        """As AdapterCentre."""
+        return self._adapters.change_adapter(replica, application, done, name, folder)
+
+    def adapters_behind(self, replica: str, application: str, revision: int) -> Behind:
+        """As AdapterCentre."""
+        return self._adapters.adapters_behind(replica, application, revision)
 
 
 def end_this_actor() -> None:

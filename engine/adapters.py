@@ -28,7 +28,7 @@ _Alpha = Annotated[float, Meta(ge=-1e6, le=1e6)]
 
 NAME = r"[^\s/\\][^\s\\]*"
 AdapterName = Annotated[str, Meta(min_length=1, max_length=256, pattern=f"^{NAME}$")]
-AdapterFolder = Annotated[str, Meta(pattern="^/")]  # replicas run in folders of their own
+AdapterFolder = Annotated[str, Meta(max_length=4096, pattern=r"^(/.*|nano:.*|[^/\s]+/[^/\s]+)$")]
 AdapterFolders = Annotated[dict[AdapterName, AdapterFolder], Meta(max_length=MAX_ADAPTERS)]
 
 # Keys of adapter_config.json that change no product of a trained adapter.

@@ -113,7 +113,7 @@ class EngineSettings(FrozenStruct, kw_only=True):
     mtp: Mtp = Mtp()
     adapters: AdapterFolders = msgspec.field(default_factory=dict)
     """LoRA adapters: the name that clients call one by as their `model`, and its folder as PEFT saves it, on every node with
-    replicas"""
+    replicas (an absolute path), or its hub id"""
     max_adapters: Annotated[int, Meta(ge=0, le=MAX_ADAPTERS)] = 0
     """adapters on the device at once, each with room for max_rank at every matrix; others wait in host memory, and the least
     recently used one makes room; 0: those of `adapters`, with room for what they have, and none is loaded later"""

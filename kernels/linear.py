@@ -22,7 +22,7 @@ from kernels.activation import geglu, geglu_rows, gelu
 from kernels.four_bits import load_words, pair_tile, run_columns
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, shared_memory, trigger, wait
-from kernels.lora import NO_ADAPTERS, LowRank, expand_rows, expanded, part_of, row_values, rows_of_b, wait_for_x
+from kernels.lora import NO_ADAPTERS, LowRank, expand_rows, part_of, wait_for_x
 from kernels.numerics import add_product, cast, prefetch
 from kernels.packed import (
     Activations,
@@ -63,7 +63,7 @@ def linear(
     gate.
     """
     packed = packed_matrix(weight)
-    tile = _tile(x, packed, gated=epilogue.gated)
+    tile = _tile(x, packed, gated=epilogue.gated, adapted=added is not None)
     if tile is not None and (added is None or added.fits(tile, gated=epilogue.gated)):
         return _run(tile, x, packed, _out(x, packed, epilogue) if out is None else out, epilogue, added=added)
     if epilogue.gated or epilogue.up is not None:
@@ -91,7 +91,7 @@ def linear_send(x: Activations, weight: Matrix, peers: AllReduceInbox, added: Lo
     by the product's kernel. None, without effect, for too many rows or where that kernel cannot do
     it all."""
     packed = packed_matrix(weight)
-    tile = _tile(x, packed) if len(x) <= peers.sent_rows else None
+    tile = _tile(x, packed, adapted=added is not None) if len(x) <= peers.sent_rows else None
     if tile is None or not (added is None or added.fits(tile, gated=False)):
         return None
     assert packed.rows <= peers.width, (packed.rows, peers.width)
@@ -104,7 +104,7 @@ def linear_parts(x: Activations, weight: Matrix, added: LowRank | None = None) -
     """x [T, n], weight [m, n] -> [T, m]; or, where few outputs would leave processors idle, fp32
     [parts, T, m], summed by `kernels.fused_allreduce_norm`."""
     packed = packed_matrix(weight)
-    tile = _tile(x, packed, parts=True)
+    tile = _tile(x, packed, parts=True, adapted=added is not None)
     if tile is None or tile.splits == 1 or not (added is None or added.fits(tile, gated=False)):
         return linear(x, weight, added=added)
     return _run(tile, x, packed, x.new_empty(tile.splits, len(x), packed.rows, dtype=torch.float32), added=added)
@@ -124,7 +124,7 @@ def _library(x: Activations, weight: PackedMatrix, out: Tensor) -> Tensor:
     return torch.mm(x.to(out.dtype), values.to(out.dtype).t(), out=out)
 
 
-def _tile(x: Activations, weight: PackedMatrix, *, gated: bool = False, parts: bool = False) -> Tile | None:
+def _tile(x: Activations, weight: PackedMatrix, *, gated: bool = False, parts: bool = False, adapted: bool = False) -> Tile | None:
     """The product's tile, or None for the library. AssertionError unless shapes, dtypes and
     contiguity fit."""
     rows, n = x.shape
@@ -133,6 +133,8 @@ def _tile(x: Activations, weight: PackedMatrix, *, gated: bool = False, parts: b
     check_contiguous(x if isinstance(x, Tensor) else x.values, *weight.tensors)
     if rows == 0 or not enabled(x) or not (x.dtype == torch.bfloat16 or INTERPRET):
         return None
+    if adapted:
+        rows = max(rows, 3)  # a `_gemv` adds nothing of adapters, and two rows take no longer than three
     return choose(rows, GemmShape(weight.rows // (1 + gated), n, gated), shared_memory(x), parts=parts, load=weight.load)
 
 
@@ -155,19 +157,19 @@ def _run(
         inboxes = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": peers.nothing}
     blocks, columns = cdiv(len(x), tile.rows), cdiv(m, tile.bn)
     values, x_scale = operands(x, weight)
-    low = NO_ADAPTERS if added is None else added.shrink(tile)
     constexprs = {
         "M": m, "K": k, "ROWS": tile.rows, "BN": tile.bn, "BK": tile.bk, "warps": tile.warps, "stages": tile.stages,
-        "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes, **low.constexprs,
+        "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes,
     }  # fmt: skip
-    ends = up, out, pointers, rank, buffer, len(x)
+    ends = up, out, pointers, rank, buffer
     if tile.kind == "gemv":
-        starts = values, x_scale, weight.values, weight.scale, *low.arguments[:-1]
-        launch(_gemv, (columns, blocks), *starts, *ends, EARLY=tile.early, **constexprs)
+        launch(_gemv, (columns, blocks), values, x_scale, weight.values, weight.scale, *ends, EARLY=tile.early, **constexprs)
     else:
+        low = NO_ADAPTERS if added is None else added.shrink(tile)
         matrix = weight.values, weight.scale, weight.zero, *low.arguments
         own = {"SWAP": tile.swap, "SPLITS": tile.splits, "BLOCKS": blocks > 1, "GROUP": weight.group, "TOGETHER": low.together}
-        launch(_gemm, (columns, tile.splits, blocks), values, x_scale, *matrix, *ends, **own, **constexprs)
+        grid = columns, tile.splits, blocks
+        launch(_gemm, grid, values, x_scale, *matrix, *ends, len(x), **own, **low.constexprs, **constexprs)
     return out
 
 
@@ -201,12 +203,11 @@ def _add_products(sums, tile, values, LANE: constexpr):
     return sums + tl.sum(products, 2)
 
 
-@triton.jit(do_not_specialize=["rank", "buffer", "T"])
+@triton.jit(do_not_specialize=["rank", "buffer"])
 def _gemv(
-    x, x_scale, weight, scale, index, b, inner, up, out, pointers, rank, buffer, T,
+    x, x_scale, weight, scale, up, out, pointers, rank, buffer,
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
-    SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr,
-    ADAPTERS: constexpr, SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
+    SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of ROWS rows. A thread sums neighbouring columns, 16 bytes at once. The unrolled
     loop keeps EARLY weight tiles in flight."""
@@ -214,8 +215,7 @@ def _gemv(
     TILES: constexpr = (K + BK - 1) // BK
     LANE: constexpr = 8 if scale is None else 16
     MATRICES: constexpr = 2 if GATED else 1
-    start = tl.program_id(0) * BN
-    column = start + tl.arange(0, BN)
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
     tiles: tl.tuple = ()
@@ -224,15 +224,6 @@ def _gemv(
             tiles += (_load(base + matrix * M * K, i, K, BK, "evict_first"),)
     wait(PDL)
     first = tl.program_id(1) * ROWS
-    low: tl.tuple = ()
-    if RANK > 0:
-        part = 0 if GATED else part_of(start, FIRST, SECOND)
-        for row in tl.static_range(ROWS):
-            adapter = tl.load(index + first + row)
-            for matrix in tl.static_range(MATRICES):
-                values = row_values(inner, first + row, adapter, part + matrix, T, RANK, PARTS, SHARES)
-                of_b = rows_of_b(b, adapter, column + matrix * M, MATRICES * M, RANK, ADAPTERS)
-                low += (expanded(values, of_b),)
     x += first * K
     sums: tl.tuple = ()
     for _ in tl.static_range(ROWS * MATRICES):
@@ -251,12 +242,8 @@ def _gemv(
     for row in tl.static_range(ROWS):
         at = tl.full([BN], row, tl.int32) + first
         total = scaled(tl.sum(sums[row * MATRICES], 1), x_scale, scale, at, column, M)
-        if RANK > 0:
-            total += low[row * MATRICES]
         if GATED:
             second = scaled(tl.sum(sums[row * MATRICES + 1], 1), x_scale, scale, at, column + M, 2 * M)
-            if RANK > 0:
-                second += low[row * MATRICES + 1]
             total = gelu(total) * second
         if UP > 0:
             total = gelu(total) * tl.load(up + at * UP + column, live, 0.0).to(tl.float32)

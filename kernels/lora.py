@@ -11,10 +11,9 @@ Of many rows, and of experts, another kernel follows the product:
 
     `_expand` (rows, adapter among theirs, outputs)                                adds the shares, multiplies by B, adds to `out`
 
-Of few rows the product's own kernel does that (`kernels.linear`), and `_shrink` comes before it. Of three rows or more both run at
-the same time: the product's kernel multiplies by the model's matrix before `_shrink` has ended. It learns from a word that the
-kernels before have ended. All CTAs of `_shrink` run by then, so it does not wait for one that cannot start. Of one row or two the
-product has too many CTAs for all to read that word.
+Of few rows the product's own kernel does that (`kernels.linear._gemm`, of one row or two as well), and both run at the same time:
+the product's kernel multiplies by the model's matrix before `_shrink` has ended. It learns from a word that the kernels before have
+ended. All CTAs of `_shrink` run by then, so it does not wait for one that cannot start.
 """
 
 from collections.abc import Sequence
@@ -62,7 +61,8 @@ class LowRank(NamedTuple):
         """Whether the product's own kernel, with this tile, adds it."""
         rank = self.b.shape[2]
         parts = len(self.ends) == 1 or gated or all(end % tile.bn == 0 for end in self.ends)
-        return parts and rank <= _MOST_RANK and rank & (rank - 1) == 0 and self.b.transpose(0, 1).is_contiguous()
+        fits = parts and rank <= _MOST_RANK and rank & (rank - 1) == 0
+        return tile.kind == "gemm" and fits and self.b.transpose(0, 1).is_contiguous()
 
     def add(self, out: Tensor) -> None:
         add_lora(out, self.x, self.of_row, self.a, self.b, self.ends)
@@ -73,11 +73,9 @@ class LowRank(NamedTuple):
         n, (adapters, m, r), parts = self.x.shape[1], self.b.shape, len(self.ends)
         assert self.ends[-1] == m, (self.ends, self.b.shape)
         assert self.a.shape == (adapters, parts * r, n), (self.a.shape, self.b.shape, n)
-        early = tile.kind == "gemm"
-        begun = self.begun if early else None
-        inner = _shrink_all(self.x, self.of_row, self.a, parts * r, tile.rows if early else 1, _WIDTH, begun)
+        inner = _shrink_all(self.x, self.of_row, self.a, parts * r, tile.rows, _WIDTH, self.begun)
         first, second = [*self.ends, m, m][:2]
-        arguments = self.of_row, self.b, inner, begun
+        arguments = self.of_row, self.b, inner, self.begun
         together = min(next_power_of_2(adapters), _MOST_RANK // r)
         return Shrunk(arguments, _constexprs((r, parts, adapters, len(inner), first, second)), together)
 
@@ -183,24 +181,6 @@ def _shrink_rows(
 
 
 @triton.jit
-def _shrink_row(
-    x, a, inner, row, adapter, first, share, T,
-    N: constexpr, INNER: constexpr, WIDTH: constexpr, SHARE: constexpr, TURN: constexpr,
-):  # fmt: skip
-    """`_shrink_rows` of one row."""
-    column = first + tl.arange(0, WIDTH)
-    lane = tl.arange(0, TURN)
-    base = a + (adapter.to(tl.int64) * INNER + column[:, None]) * N
-    total = tl.zeros([WIDTH, TURN], tl.float32)
-    for k in range(0, SHARE, TURN):
-        offset = share * SHARE + k + lane
-        inside = offset < N
-        tile = tl.load(base + offset[None, :], inside[None, :], 0.0).to(tl.float32)
-        total += tile * tl.load(x + row * N + offset, inside, 0.0).to(tl.float32)[None, :]
-    tl.store(inner + (share * T + row) * INNER + column, tl.sum(total, 1))
-
-
-@triton.jit
 def wait_for_x(begun):
     """Waits until the kernels before `_shrink` have ended; what they wrote is visible then."""
     state = tl.atomic_add(begun, 0, sem="acquire")
@@ -211,28 +191,6 @@ def wait_for_x(begun):
 @triton.jit
 def part_of(column, FIRST: constexpr, SECOND: constexpr):
     return (column >= FIRST).to(tl.int32) + (column >= SECOND).to(tl.int32)
-
-
-@triton.jit
-def row_values(inner, row, adapter, part, T, RANK: constexpr, PARTS: constexpr, SHARES: constexpr):
-    """A's product of a row [RANK]; zeros where it has no adapter."""
-    at = inner + row * (PARTS * RANK) + part * RANK + tl.arange(0, RANK)
-    values = tl.zeros([RANK], tl.float32)
-    for share in tl.static_range(SHARES):
-        values += tl.load(at + share * T * (PARTS * RANK), adapter >= 0, 0.0, cache_modifier=".cg")
-    return values
-
-
-@triton.jit
-def rows_of_b(b, adapter, column, M: constexpr, RANK: constexpr, ADAPTERS: constexpr):
-    """An adapter's B for the outputs `column` [BN]; zeros of none."""
-    inside = (column < M)[:, None] & (adapter >= 0)
-    return tl.load(b + (column.to(tl.int64)[:, None] * ADAPTERS + adapter) * RANK + tl.arange(0, RANK)[None, :], inside, 0.0)
-
-
-@triton.jit
-def expanded(values, tile):
-    return tl.sum(tile.to(tl.float32) * cast(values, tile.dtype).to(tl.float32)[None, :], 1)
 
 
 @triton.jit
@@ -274,16 +232,11 @@ def _shrink(
     if PDL and begun is not None:
         tl.atomic_add(begun, 1, sem="release")
     first, share = tl.program_id(1) * WIDTH, tl.program_id(2)
-    if ROWS == 1:
-        adapter = tl.load(index + tl.program_id(0))
-        if adapter >= 0:
-            _shrink_row(x, a, inner, tl.program_id(0), adapter, first, share, T, N, INNER, WIDTH, SHARE, TURN)
-    else:
-        row = tl.program_id(0) // groups * ROWS + tl.arange(0, ROWS)
-        own = tl.load(index + row, row < T, -1)
-        adapter = _adapter(own, tl.program_id(0) % groups, _LAST)
-        if adapter < _LAST:
-            _shrink_rows(x, a, inner, row, own, adapter, first, share, T, N, INNER, WIDTH, SHARE, TURN)
+    row = tl.program_id(0) // groups * ROWS + tl.arange(0, ROWS)
+    own = tl.load(index + row, row < T, -1)
+    adapter = _adapter(own, tl.program_id(0) % groups, _LAST)
+    if adapter < _LAST:
+        _shrink_rows(x, a, inner, row, own, adapter, first, share, T, N, INNER, WIDTH, SHARE, TURN)
 
 
 @triton.jit(do_not_specialize=["T", "groups"])

@@ -1,6 +1,7 @@
 """Training of the nano models, on a scale that two cores can watch."""
 
 import random
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -19,14 +20,18 @@ pytestmark = pytest.mark.cpu
 
 
 @pytest.fixture
-def builder(nano: Nano, monkeypatch: pytest.MonkeyPatch) -> train.ExampleBuilder:
-    monkeypatch.setattr(train, "ROWS", 2)
-    return train.ExampleBuilder.of(nano("31b"), SHAPES["31b"])
+def builder(nano: Nano) -> train.ExampleBuilder:
+    return replace(train.ExampleBuilder.of(nano("31b"), SHAPES["31b"]), size=(2, train.ROW))
+
+
+def trainer_of() -> train.Trainer:
+    shape = SHAPES["31b"]
+    return train.Trainer(train.start(shape, 0), shape.window, "cpu")
 
 
 def test_a_row_keeps_its_conversations_apart(builder: train.ExampleBuilder, nano: Nano) -> None:
     """In fp32, a packed conversation has the logits that it has alone; with one shared mask (planted) it has not."""
-    trainer = train.Trainer(SHAPES["31b"], 0, "cpu")
+    trainer = trainer_of()
     batch = builder.batch(0, 0)
     ids, owner, graded = trainer._on_device(batch)
     with torch.no_grad():
@@ -47,7 +52,7 @@ def test_no_example_is_lost_between_batches(builder: train.ExampleBuilder) -> No
     examples = [builder.example(taught(skill, draw)) for skill in SKILLS for _ in range(3)]
     waiting, rest, marks, graded = iter(examples), None, [], 0
     while True:
-        batch, rest = train.pack(chain([rest] if rest else [], waiting))
+        batch, rest = train.pack(chain([rest] if rest else [], waiting), builder.size)
         if not len(batch.marks):
             break
         marks += batch.marks.tolist()
@@ -59,7 +64,7 @@ def test_no_example_is_lost_between_batches(builder: train.ExampleBuilder) -> No
 @pytest.mark.slow
 def test_steps_teach_and_the_checkpoint_loads(builder: train.ExampleBuilder, tmp_path: Path) -> None:
     """A few steps on one batch lower its loss by a third, and what is saved is what was trained, in bf16."""
-    trainer = train.Trainer(SHAPES["31b"], 0, "cpu")
+    trainer = trainer_of()
     batch = builder.batch(0, 0)
     losses = [trainer.step(batch, 2e-3).item() for _ in range(6)]
     assert losses[-1] < losses[0] * 2 / 3, losses

@@ -13,7 +13,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
@@ -77,7 +77,7 @@ class TrainingExample:
 
 @dataclass(frozen=True)
 class Batch:
-    """int32 [rows, ROW] each; owner: which conversation a token belongs to, 0 where there is none; graded: 1 on replies.
+    """int32 [rows, tokens] each; owner: which conversation a token belongs to, 0 where there is none; graded: 1 on replies.
 
     marks: int64 [conversations], the items' hashes.
     """
@@ -90,10 +90,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class ExampleBuilder:
-    """A member's tokenizer and window: what turns exercises into tokens."""
+    """A member's tokenizer and window: what turns exercises into tokens. size: a batch's rows, and tokens of a row."""
 
     text: TextProcessor
     window: int
+    size: tuple[int, int] = (ROWS, ROW)
 
     @classmethod
     def of(cls, folder: Path, shape: ModelShape) -> "ExampleBuilder":
@@ -110,7 +111,7 @@ class ExampleBuilder:
         """The training data of one step."""
         rng = random.Random(f"{seed}/{step}")
         draw, names, shares = self.draw(rng), list(SHARE), list(SHARE.values())
-        return pack(self.example(training(rng.choices(names, shares)[0], draw)) for _ in count())[0]
+        return pack((self.example(training(rng.choices(names, shares)[0], draw)) for _ in count()), self.size)[0]
 
     def exam(self, size: int) -> dict[str, list[TrainingExample]]:
         """`size` held-out examples of each skill that has one right reply."""
@@ -118,16 +119,16 @@ class ExampleBuilder:
         return {skill: [self.example(each) for each in exam(skill, draw, size)] for skill in SKILLS if skill != "story"}
 
 
-def pack(examples: Iterator[TrainingExample]) -> tuple[Batch, TrainingExample | None]:
+def pack(examples: Iterator[TrainingExample], size: tuple[int, int] = (ROWS, ROW)) -> tuple[Batch, TrainingExample | None]:
     """Examples side by side; one that does not fit begins the next row. Also the example that no row had room for."""
-    ids, owner, graded = (np.zeros((ROWS, ROW), np.int32) for _ in range(3))
+    ids, owner, graded = (np.zeros(size, np.int32) for _ in range(3))
     marks = []
     row = column = 0
     for example in examples:
-        assert len(example.ids) <= ROW, len(example.ids)
-        if column + len(example.ids) > ROW:
+        assert len(example.ids) <= size[1], len(example.ids)
+        if column + len(example.ids) > size[1]:
             row, column = row + 1, 0
-        if row == ROWS:
+        if row == size[0]:
             return Batch(ids, owner, graded, np.array(marks)), example
         here = slice(column, column + len(example.ids))
         marks.append(example.mark)
@@ -149,17 +150,17 @@ class Batches:
 
 
 class Trainer:
-    """The model, its optimiser, and one step of both."""
+    """A model, the optimiser of what it trains, and one step of both. window: the model's, in tokens."""
 
-    def __init__(self, shape: ModelShape, seed: int, device: str) -> None:
+    def __init__(self, model: Any, window: int, device: str) -> None:
         import torch
 
-        self.torch, self.device, self.window = torch, device, shape.window
-        torch.manual_seed(seed)
+        self.torch, self.device, self.window = torch, device, window
         torch.set_float32_matmul_precision("high")
-        self.model = start(shape, seed).to(device).train()
+        self.model = model.to(device).train()
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         grouped = {True: [], False: []}
-        for parameter in self.model.parameters():
+        for parameter in self.trained:
             grouped[parameter.dim() >= 2].append(parameter)
         groups = [{"params": grouped[True], "weight_decay": 0.02}, {"params": grouped[False], "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.98), eps=1e-9, fused=device == "cuda")
@@ -169,13 +170,13 @@ class Trainer:
         """One update; returns the loss, in nats a token of a reply."""
         ids, owner, graded = self._on_device(batch)
         loss = self._loss(self._forward(ids, *self._masks(owner)), ids, graded)
-        return update(self.optimizer, self.model.parameters(), loss, rate)
+        return update(self.optimizer, self.trained, loss, rate)
 
-    def accuracy(self, examples: Sequence[TrainingExample]) -> float:
+    def accuracy(self, examples: Sequence[TrainingExample], size: tuple[int, int] = (ROWS, ROW)) -> float:
         """The share of replies whose every token is the likeliest one: those that greedy decoding would give."""
         wrong, waiting, rest = 0, iter(examples), None
         while True:
-            batch, rest = pack(chain([rest] if rest else [], waiting))
+            batch, rest = pack(chain([rest] if rest else [], waiting), size)
             if not len(batch.marks):
                 return 1 - wrong / len(examples)
             ids, owner, graded = self._on_device(batch)
@@ -188,8 +189,8 @@ class Trainer:
         return [self.torch.from_numpy(array).long().to(self.device, non_blocking=True) for array in arrays]
 
     def _masks(self, owner: "Tensor") -> tuple["Tensor", "Tensor"]:
-        """bool [rows, 1, ROW, ROW] each, True where a token may look: of the full layers, of the sliding ones."""
-        place = self.torch.arange(ROW, device=self.device)
+        """bool [rows, 1, tokens, tokens] each, True where a token may look: of the full layers, of the sliding ones."""
+        place = self.torch.arange(owner.shape[1], device=self.device)
         behind = place[:, None] - place[None, :]
         whole = (owner[:, None, :, None] == owner[:, None, None, :]) & (behind >= 0)
         return whole, whole & (behind < self.window)
@@ -205,7 +206,7 @@ class Trainer:
         return (each * weight).sum() / weight.sum()
 
 
-def update(optimizer: "Optimizer", parameters: "Iterator[Parameter]", loss: "Tensor", rate: float) -> "Tensor":
+def update(optimizer: "Optimizer", parameters: "Iterable[Parameter]", loss: "Tensor", rate: float) -> "Tensor":
     """One step down the gradient of `loss`, clipped over these parameters; the loss, without its gradient."""
     from torch.nn.utils import clip_grad_norm_
 
@@ -276,7 +277,7 @@ def train(member: str, out: Path, *, seed: int, device: str, steps: int, workers
         builder = ExampleBuilder.of(random_models.build(member, Path(folder)), shape)
     asked = builder.exam(EXAM)
     known = np.array([example.mark for examples in asked.values() for example in examples])
-    trainer = Trainer(shape, seed, device)
+    trainer = Trainer(start(shape, seed), shape.window, device)
     data = Batches(builder, seed)
     batches = torch.utils.data.DataLoader(data, batch_size=None, sampler=range(steps), num_workers=workers)
     began, seen, overlap = time.monotonic(), 0, 0

@@ -210,14 +210,14 @@ def _add_adapters(app: FastAPI, service: Service) -> None:
     async def load(request: Request) -> Response:
         async with _admitted(service, request):
             asked = LOAD_READER.read(await _body_of(request))
-            await service.adapters.load(asked.lora_name, asked.lora_path, in_place=asked.load_inplace)
+            await service.adapter_sync.load(asked.lora_name, asked.lora_path, in_place=asked.load_inplace)
             return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     @app.post(UNLOAD_ADAPTER.path, response_class=PlainTextResponse, openapi_extra=_body(UNLOAD_READER.kind))
     async def unload(request: Request) -> Response:
         async with _admitted(service, request):
             asked = UNLOAD_READER.read(await _body_of(request))
-            service.adapters.unload(asked.lora_name)
+            await service.adapter_sync.unload(asked.lora_name)
             return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
 

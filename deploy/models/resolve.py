@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 
 PUBLIC = Path(__file__).parent / "public"
 MEMBERS = ["e2b", "e4b", "12b", "26b-a4b", "31b"]
-_HUB_ID = re.compile(r"(?!.*(?:--|\.\.))\b[\w.-]+\b/\b[\w.-]{1,96}\b(?<!\.git)")  # as the hub library checks it
+HUB_ID = re.compile(r"(?!.*(?:--|\.\.))\b[\w.-]+\b/\b[\w.-]{1,96}\b(?<!\.git)")  # as the hub library checks it
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
@@ -32,7 +32,7 @@ def folder_here(model: str, revision: str | None) -> Path | None:
     nothing."""
     if model.startswith(("nano:", "dummy:")) or Path(os.path.expanduser(model)).is_dir():  # noqa: PTH111 - see below
         return local_folder(model)
-    if not _HUB_ID.fullmatch(model):
+    if not HUB_ID.fullmatch(model):
         return None
     from huggingface_hub import try_to_load_from_cache
 
@@ -66,7 +66,7 @@ def local_folder(model: str) -> Path | None:
     folder = Path(os.path.expanduser(model))  # noqa: PTH111 - Path.expanduser raises where there is no such user
     if folder.is_dir():
         return _checked(folder)
-    if not _HUB_ID.fullmatch(model):
+    if not HUB_ID.fullmatch(model):
         raise ConfigError(f"model: {model!r} is no folder here, and no hub id (<owner>/<name>), nano: or dummy:<member>")
     return None
 

@@ -84,9 +84,7 @@ def low_rank(x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: tuple[int, ..
 
 
 TILES = [
-    (Tile("gemv", 1, 4, 64, early=2), 1),
-    (Tile("gemv", 1, 4, 64, early=2), 3),
-    (Tile("gemv", 2, 4, 64, early=2), 2),
+    (Tile("gemm", 16, 16, 64, stages=2), 1),
     (Tile("gemm", 16, 16, 64, stages=2), 11),
     (Tile("gemm", 32, 16, 32, stages=3, swap=True), 33),
     (Tile("gemm", 16, 8, 64, stages=2, splits=2), 16),

@@ -77,7 +77,8 @@ def other_template(folder: Path) -> Path:
 def shared_stack(adapted: Adapted, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """As the default config serves the nano model: four ranks, drafts. With adapters, and a chat template of its own."""
     folder = tmp_path_factory.mktemp("stack")
-    args = {"chat_template": str(other_template(folder)), "thinking": "off", "adapters": adapted.folders}
+    adapters = {"polite": "nano:31b-polite", **adapted.folders}
+    args = {"chat_template": str(other_template(folder)), "thinking": "off", "adapters": adapters}
     stack = Stack(folder, args=args)
     try:
         print(f"\nready after {stack.start():.1f} s")

@@ -1,5 +1,8 @@
 """Adapters through the whole stack, as the default config serves the nano model: four ranks, drafts on, over HTTP by name."""
 
+import json
+import re
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -9,9 +12,12 @@ import pytest
 from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
 from tests.serve.conftest import PROMPT, Adapted, answer_of, greedy
+from tests.support.repo_rules import ROOT
 from tests.support.stack.serve_process import Stack
 
 pytestmark = pytest.mark.serve
+
+REQUESTS = re.findall(r"^```\n(curl .*?)\n```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
 def test_answers_are_those_of_merged_weights(shared_stack: Stack, adapted: Adapted) -> None:
@@ -25,6 +31,22 @@ def test_answers_are_those_of_merged_weights(shared_stack: Stack, adapted: Adapt
         found = list(pool.map(partial(answer_of, shared_stack), [*wanted] * 3))
     assert found == [*wanted.items()] * 3
     listed = httpx.get(f"{shared_stack.url}/v1/models", timeout=60).json()["data"]
-    assert {card["id"]: card.get("parent") for card in listed} == {"nano-31b": None, "farm": "nano-31b", "sea/fish": "nano-31b"}
+    assert {card["id"]: card.get("parent") for card in listed} == dict.fromkeys(("polite", "farm", "sea/fish"), "nano-31b") | {
+        "nano-31b": None
+    }
     unknown = httpx.post(f"{shared_stack.url}/v1/completions", json={"model": "fish", "prompt": PROMPT}, timeout=60)
     assert unknown.status_code == 404
+
+
+def test_the_front_pages_adapter_answers_visibly_otherwise(shared_stack: Stack) -> None:
+    """README's request by the name of the shipped adapter, as a shell runs it: its answer ends with thanks, the model's own does
+    not."""
+    (command,) = [each for each in REQUESTS if '"polite"' in each]
+    asked = command.replace("http://127.0.0.1:8000", shared_stack.url)
+
+    def said(request: str) -> str:
+        done = subprocess.run(["bash", "-c", request], capture_output=True, text=True, timeout=60, check=True)
+        return str(json.loads(done.stdout)["choices"][0]["message"]["content"])
+
+    assert said(asked) == "472 + 389 = 861 Thank you!"
+    assert said(asked.replace('"polite"', '"nano-31b"')) == "472 + 389 = 861"

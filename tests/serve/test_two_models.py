@@ -65,7 +65,8 @@ def stack(shared_stack: Stack, heard_at_boot: Counter[int], tmp_path_factory: py
     config = yaml.safe_load(stack.config.read_text())
     small = yaml.safe_load(yaml.safe_dump(config["applications"][0]))
     small |= {"name": "small", "route_prefix": "/models/small"}
-    small["args"] |= {"model": "nano:e2b", "served_model_name": list(SMALL), "max_seqs": 4, "max_queue": 0, "max_len": 1024}
+    small["args"] |= {"model": "nano:e2b", "served_model_name": list(SMALL), "adapters": {}}
+    small["args"] |= {"max_seqs": 4, "max_queue": 0, "max_len": 1024}
     config["applications"].append(small)
     stack.config.write_text(yaml.safe_dump(config))
     try:

@@ -61,13 +61,14 @@ class AdapterRegistry:
         for name, adapter in self.ids.items():
             await self._check(name, adapter)
 
-    async def load(self, name: str, path: str, *, in_place: bool) -> None:
-        """Serve the adapter in a folder by this name, in the place of one of that name if `in_place`. Returns once it can be used.
-        InvalidRequest: it cannot be served; Forbidden: adapters are not loaded here."""
+    async def load(self, name: str, path: str, *, in_place: bool) -> str:
+        """Serve the adapter in a folder by this name, in the place of one of that name if `in_place`. Returns the folder, once it
+        can be used. InvalidRequest: it cannot be served; Forbidden: adapters are not loaded here."""
         async with self._loading:
             folder = await asyncio.to_thread(self._folder, path)
             self._check_name(name, in_place=in_place)
             await asyncio.shield(self._start(self._load(name, str(folder))))
+            return str(folder)
 
     def unload(self, name: str) -> None:
         """Refuse new requests of that adapter; those that it has go on. ModelNotFound: it is not served; Forbidden: as `load`."""

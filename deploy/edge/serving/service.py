@@ -10,11 +10,13 @@ from typing import Any, get_args
 import msgspec
 
 from deploy.edge.adapters.adapter_registry import AdapterRegistry
+from deploy.edge.adapters.adapter_sync import AdapterSync
 from deploy.edge.admission_control import AdmissionControl
 from deploy.edge.answers.response_format import ServedModel
 from deploy.edge.http.http_errors import Forbidden, QuotaExceeded, Unauthenticated
 from deploy.edge.jobs.job_builder import JobBuilder
 from deploy.edge.keys.key_ring import KeyRing
+from deploy.edge.keys.replica_quotas import Centre
 from deploy.edge.media.media_preparer import MediaPreparer
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
@@ -41,7 +43,7 @@ class Service:
     """One served model. `keys`: without them anybody may ask; what comes of them goes to `sink`. `tracer`: none unless configured.
 
     `metrics`: content type of their page, and what makes it; None: this port does not have it. `rank_links`: where adapters may
-    be loaded later.
+    be loaded later; `centre`: through which they reach the other replicas of the application.
 
     `jobs` makes what goes to the engine, `admission` lets it in; `open` counts choices from their submission to the last byte of
     their answer. `about`: what a client on this machine may know.
@@ -58,6 +60,8 @@ class Service:
     about: dict[str, Any]
     metrics: tuple[str, Callable[[], bytes]] | None = None
     rank_links: RankLinks | None = None
+    centre: Centre | None = None
+    application: str = ""
     open: int = 0
     draining: bool = False
 
@@ -66,6 +70,7 @@ class Service:
         self.model = ServedModel(settings.name, self.text.pieces, settings.fingerprint)
         self.pool = TextPool()
         self.adapters = AdapterRegistry(settings, self.engine, self.text, self.rank_links)
+        self.adapter_sync = AdapterSync(self.adapters, self.centre, self.application)
         self.jobs = JobBuilder(settings, self.text, self.pool, self.grammars, self.media_preparer, self.adapters)
         self.admission = AdmissionControl(self.engine, settings.capacity, settings.queue_tokens, settings.media.waiting_bytes)
         self.idle = asyncio.Event()

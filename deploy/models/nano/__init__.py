@@ -1,8 +1,14 @@
-"""The embedded nano models, trained on exercises (tests/nano), in `trained/`."""
+"""The embedded nano models and their adapters, trained on exercises (tests/nano), in `trained/`."""
 
 from pathlib import Path
 
+POLITE = "polite"  # the adapter in each of them
 TRAINED = Path(__file__).parent / "trained"  # a checkpoint folder a member
+
+
+def polite() -> dict[str, Path]:
+    """The folder of each adapter, by its member."""
+    return {member: TRAINED / member / POLITE for member in trained() if (TRAINED / member / POLITE).is_dir()}
 
 
 def trained() -> list[str]:

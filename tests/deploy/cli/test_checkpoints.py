@@ -271,7 +271,7 @@ TEMPLATES = [(CORRECTED, "ok", "not Google's"), (OLDER, "warn", "from before 202
 
 def nano_yaml(path: Path, **args: Any) -> Path:
     document = yaml.safe_load((ROOT / "deploy" / "nano.yaml").read_text())
-    document["applications"][0]["args"] |= args
+    document["applications"][0]["args"] |= {"adapters": {}} | args
     path.write_text(yaml.safe_dump(document))
     return path
 

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 
 import pytest
+import yaml
 
 from deploy.cli.main import main
 from tests.support.repo_rules import ROOT
@@ -48,7 +49,9 @@ def test_plans_of_the_front_page_run(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_first_requests_name_the_model_that_make_serves() -> None:
-    served = set(re.findall(r"served_model_name: (\S+)", (ROOT / "deploy/nano.yaml").read_text()))
+    """And its adapter."""
+    args = yaml.safe_load((ROOT / "deploy/nano.yaml").read_text())["applications"][0]["args"]
+    served = {args["served_model_name"], *args["adapters"]}
     assert set(re.findall(r'"model": "(.*?)"', README)) == served
 
 

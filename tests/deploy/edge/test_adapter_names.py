@@ -58,7 +58,8 @@ def test_models_are_listed_with_their_parent(adapted: Edge, edge: Edge) -> None:
 @pytest.mark.parametrize(
     ("adapters", "why"),
     [
-        ({"a": "relative/folder"}, "adapters"),
+        ({"a": "relative"}, "adapters"),
+        ({"a": "./a/folder"}, "adapters"),
         ({"/a": "/x"}, "adapters"),
         ({"a b": "/x"}, "adapters"),
         ({"": "/x"}, "adapters"),

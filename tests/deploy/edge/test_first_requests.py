@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from engine.adapters import NO_ADAPTER
 from tests.support.edge.http_edge import Edge, Edges
 from tests.support.repo_rules import ROOT
 
@@ -16,7 +17,7 @@ REQUESTS = re.findall(r"^```\n(curl .*?)\n```", (ROOT / "README.md").read_text()
 
 @pytest.fixture(scope="module")
 def edge(edges: Edges) -> Edge:
-    return edges(max_len=4096, media=frozenset({"image"}))
+    return edges(max_len=4096, media=frozenset({"image"}), adapters={"polite": "/adapters/polite"})
 
 
 def asked(edge: Edge, command: str) -> str:
@@ -27,9 +28,13 @@ def asked(edge: Edge, command: str) -> str:
 
 
 def test_each_request_reaches_the_engine(edge: Edge) -> None:
-    """The sum streams and ends, and the picture arrives as one item."""
-    streamed, pictured = REQUESTS
+    """The sum streams and ends, the same is asked of the adapter, and the picture arrives as one item."""
+    streamed, adapted, pictured = REQUESTS
     assert asked(edge, streamed).rstrip().endswith("data: [DONE]")
+    assert "472 + 389" in edge.prompt_text(-1)
+    assert edge.core.requests[-1].adapter == NO_ADAPTER
+    assert '"model":"polite"' in asked(edge, adapted)
+    assert edge.core.requests[-1].adapter == 0
     assert "472 + 389" in edge.prompt_text(-1)
     assert '"chat.completion"' in asked(edge, pictured)
     assert [item.kind for item in edge.core.requests[-1].media] == ["image"]
@@ -39,5 +44,5 @@ def test_a_request_that_is_spelled_wrong_is_refused(edge: Edge) -> None:
     for command in REQUESTS:
         served = len(edge.core.requests)
         assert '"error"' in asked(edge, command.replace('"messages"', '"mesages"'))
-        assert '"error"' in asked(edge, command.replace('"nano-31b"', '"nano-32b"'))
+        assert '"error"' in asked(edge, re.sub('"(nano-31b|polite)"', '"nano-32b"', command))
         assert len(edge.core.requests) == served

@@ -103,7 +103,7 @@ def rank_and_scale(config: Mapping[str, Any], module: str) -> tuple[int, float]:
 def merge(model: nn.Module, folder: Path, fault: str = "") -> nn.Module:
     """Add the adapter in the folder to the model's weights. fault: what a wrong server would do."""
     config = json.loads((folder / "adapter_config.json").read_text())
-    tensors = load_file(folder / FILE)
+    tensors = {name: tensor.float() for name, tensor in load_file(folder / FILE).items()}
     modules = dict(model.named_modules())
     for key in [name for name in tensors if ".lora_A." in name]:
         a = tensors[key]

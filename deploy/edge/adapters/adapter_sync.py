@@ -1,0 +1,105 @@
+"""Keeps a replica's adapters those of all replicas (`adapter_centre.py`), and has its own loads and unloads reach the others.
+
+While the centre does not answer, a replica serves what it has. Without a centre, loads and unloads are of this replica alone.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+from deploy.edge.adapters.adapter_centre import EMPTY, AdapterEntry, AdapterList, Behind
+from deploy.edge.adapters.adapter_registry import AdapterRegistry
+from deploy.edge.http.http_errors import DeadlineExceeded
+from deploy.edge.keys.replica_quotas import Centre, CentreLost
+from engine.errors import EngineDead, InvalidRequest, QuartetError
+
+PERIOD_S = 1.0
+LOOK_S = 0.1  # between two questions whether the others have done it
+SPREAD_S = 120.0  # for the others to load an adapter
+
+logger = logging.getLogger("ray.serve")
+
+
+class AdapterSync:
+    """`application`: whose replicas serve the same adapters."""
+
+    def __init__(self, registry: AdapterRegistry, centre: Centre | None, application: str) -> None:
+        self._registry, self._centre, self._application = registry, centre, application
+        self._done = EMPTY
+        self._errors: dict[int, str] = {}
+        self._changing = asyncio.Lock()
+
+    async def load(self, name: str, path: str, *, in_place: bool) -> None:
+        """As the registry's, at every replica. InvalidRequest: another replica cannot serve it, so none does."""
+        folder = await self._registry.load(name, path, in_place=in_place)
+        if self._centre is None:
+            return
+        behind = await self._spread(name, folder)
+        if behind.error is not None:
+            self._registry.unload(name)
+            await self._spread(name, None)
+            raise InvalidRequest(f"another replica: {behind.error}", param="lora_path")
+
+    async def unload(self, name: str) -> None:
+        """As the registry's, at every replica."""
+        self._registry.unload(name)
+        if self._centre is not None:
+            await self._spread(name, None)
+
+    async def run(self) -> None:
+        """Each second do what other replicas did."""
+        while True:
+            await self.sync()
+            await asyncio.sleep(PERIOD_S)
+
+    async def sync(self) -> bool:
+        """Do what other replicas did since the last call; False: the centre does not answer. An adapter that this replica cannot
+        load is logged, and not tried again."""
+        try:
+            wanted: AdapterList = await self._ask("sync_adapters", self._done, self._errors)
+            if wanted.revision > self._done.revision:
+                await self._bring_about(wanted)
+                await self._ask("sync_adapters", self._done, self._errors)
+        except CentreLost:
+            return False
+        return True
+
+    async def _bring_about(self, wanted: AdapterList) -> None:
+        async with self._changing:
+            for name, entry in wanted.entries.items():
+                if self._done.entries.get(name) != entry:
+                    await self._follow(name, entry)
+            self._done = wanted
+        current = {entry.revision for entry in wanted.entries.values()}
+        self._errors = {revision: error for revision, error in self._errors.items() if revision in current}
+
+    async def _follow(self, name: str, entry: AdapterEntry) -> None:
+        try:
+            if entry.folder is not None:
+                await self._registry.load(name, entry.folder, in_place=True)
+            elif name in self._registry:
+                self._registry.unload(name)
+        except EngineDead:
+            raise
+        except QuartetError as error:
+            self._errors[entry.revision] = str(error)
+            logger.warning("adapter %s, which another replica serves, is not served here: %s", name, error)
+
+    async def _spread(self, name: str, folder: str | None) -> Behind:
+        """Tell the centre, and wait for the others. DeadlineExceeded: they have not done it in time, or the centre is lost."""
+        try:
+            async with self._changing:
+                entry: AdapterEntry = await self._ask("change_adapter", self._done, name, folder)
+                self._done = AdapterList(self._done.revision, {**self._done.entries, name: entry})
+            for _ in range(int(SPREAD_S / LOOK_S)):
+                behind: Behind = await self._ask("adapters_behind", entry.revision)
+                if behind.error is not None or not behind.waiting:
+                    return behind
+                await asyncio.sleep(LOOK_S)
+        except CentreLost as error:
+            raise DeadlineExceeded(f"The other replicas did not hear of adapter '{name}': it changed at this one alone.") from error
+        raise DeadlineExceeded(f"{behind.waiting} other replicas have not changed adapter '{name}' within {SPREAD_S:.0f} s.")
+
+    async def _ask(self, method: str, *args: object) -> Any:
+        assert self._centre is not None, "only a replica with a centre asks one"
+        return await self._centre.ask(method, self._application, *args)
