@@ -10,6 +10,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from deploy.edge.bodies.unique_keys import UniqueKeys
 from deploy.edge.edge_settings import (
     MODELS,
     AbsolutePath,
@@ -207,15 +208,8 @@ def _choices(kind: Any) -> tuple[str, ...]:
     return tuple(choice for inner in get_args(kind) for choice in _choices(inner))
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's loader would silently keep the last of duplicate keys."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """YAMLError: a duplicate key."""
-        names = [key.value for key, _ in node.value]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise yaml.YAMLError(f"the key {twice[0]} stands twice in what begins{node.start_mark}")
-        return super().construct_mapping(node, deep)
+class _Loader(UniqueKeys, yaml.SafeLoader):
+    pass
 
 
 def read_config(path: Path) -> ServeConfig:

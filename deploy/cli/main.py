@@ -23,7 +23,7 @@ from nothing to tokens:
   quartet check-config deploy/gemma4.yaml      what is wrong with a config
   quartet serve deploy/nano.yaml               start Ray and serve; Ctrl-C drains
   quartet env --for head deploy/gemma4.yaml    what `ray start` needs in its environment on a standing cluster
-  quartet key new --name alice                 an API key, and the line of it for the file of keys
+  quartet key new --name alice                 an API key, and the entry of it for the file of keys
 
 `quartet COMMAND --help` has examples. Every command but serve takes --json.
 exit codes: 0 as asked; 1 trouble, or the answer is no; 2 it cannot run like this, said in one line on stderr"""

@@ -93,13 +93,13 @@ class MediaSettings(FrozenStruct):
 
 
 class KeySettings(FrozenStruct):
-    """Where the API keys are listed; `quartet key new` makes a line. With neither set, no request
+    """Where the API keys are listed; `quartet key new` makes an entry. With neither set, no request
     needs a key."""
 
     file: AbsolutePath | None = None
-    """a file of keys' hashes, on every node with replicas; read again when it changes"""
+    """a file in YAML of keys' hashes, on every node with replicas; read again when it changes"""
     variable: Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
-    """the environment variable of the replicas that has its lines"""
+    """the environment variable of the replicas that has the file's text"""
 
     def __post_init__(self) -> None:
         if self.file and self.variable:

@@ -27,11 +27,11 @@ BODY: dict[str, Any] = {"model": "nano-31b", "messages": [{"role": "user", "cont
 ALL, READER, OTHER, FEW, ONE, TOKENS = "sk-all", "sk-reader", "sk-other", "sk-few", "sk-one", "sk-tokens"
 LINES = {
     ALL: "all",
-    READER: "reader rights=models",
-    OTHER: "other models=other",
-    FEW: "few requests=24",
-    ONE: "one concurrent=3",
-    TOKENS: "tokens tokens=400",
+    READER: "reader, rights: [models]",
+    OTHER: "other, models: [other]",
+    FEW: "few, requests: 24",
+    ONE: "one, concurrent: 3",
+    TOKENS: "tokens, tokens: 400",
 }
 ARGS: dict[str, Any] = {
     "tp": 1,
@@ -65,7 +65,7 @@ class Served:
 
 
 def write_keys(file: Path) -> None:
-    file.write_text("".join(f"{sha256(key.encode()).hexdigest()} {rest}\n" for key, rest in LINES.items()))
+    file.write_text("".join(f"- {{sha256: {sha256(key.encode()).hexdigest()}, name: {rest}}}\n" for key, rest in LINES.items()))
 
 
 @contextmanager

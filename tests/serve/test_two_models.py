@@ -58,7 +58,7 @@ def heard_at_boot() -> Counter[int]:
 @pytest.fixture(scope="module")
 def stack(shared_stack: Stack, heard_at_boot: Counter[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder: Path = tmp_path_factory.mktemp("models")
-    (folder / "keys").write_text(f"{sha256(b'secret').hexdigest()} alice\n")
+    (folder / "keys").write_text(f"- {{sha256: {sha256(b'secret').hexdigest()}, name: alice}}\n")
     keys = {"file": str(folder / "keys")}
     shared: dict[str, Any] = {"tp": 1, "mtp": {}, "metrics": {"discovery": {"enabled": False}}, "keys": keys}
     stack = Stack(folder, args=shared | {"served_model_name": list(LARGE)})

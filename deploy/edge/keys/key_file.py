@@ -1,14 +1,9 @@
-"""A file of API keys: one line each, with the key's hash.
+"""A file of API keys, a list in YAML, with a key's hash in each entry.
 
-    3c9b5f...e1  alice   rights=generate  models=large,small  requests=60  tokens=100000  expires=2027-01-01   # a comment
+    - {sha256: 3c9b5f...e1, name: alice, rights: [generate], models: [large, small], requests: 60, expires: 2027-01-01}  # laptop
 
-The SHA-256 of the key in hex, the name of its holder, and options in any order. A missing option means no limit. Two lines of one
-name are two keys of one holder with one quota, so a key can be replaced. They may differ in `expires` only.
-
-    rights       some of RIGHTS and ADMIN_RIGHTS; all RIGHTS without the option
-    models       names that a request's `model` may be, of models and adapters; all without the option
-    requests     a minute, at all replicas together; tokens: a minute, of prompts and answers; concurrent: open requests
-    expires      a day or a time by ISO 8601, in UTC without a zone. From then on the key is refused
+A missing option means no limit. Two entries of one name are two keys of one holder with one quota, so a key can be replaced. They
+may differ in `expires` only.
 """
 
 import os
@@ -17,17 +12,42 @@ import secrets
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import msgspec
+import yaml
+from msgspec import Meta
+
+from deploy.edge.bodies.unique_keys import UniqueKeys
 from deploy.edge.edge_settings import KeySettings
 from engine.errors import ConfigError
 from engine.protocol import FrozenStruct
 
-RIGHTS = ("generate", "tokenize", "models", "docs")
-ADMIN_RIGHTS = ("adapters",)  # only of keys that name them
+KeyRight = Literal["generate", "tokenize", "models", "docs", "adapters"]
+RIGHTS: tuple[KeyRight, ...] = ("generate", "tokenize", "models", "docs")
+ADMIN_RIGHTS: tuple[KeyRight, ...] = ("adapters",)  # only of keys that name them
 MAX_KEYS = 1024
 MAX_BYTES = 1 << 20
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_Count = Annotated[int, Meta(ge=1, le=10**12)] | None
+
+
+class KeyEntry(FrozenStruct, forbid_unknown_fields=True):
+    """`rights`: all RIGHTS without the option. `models`: names that a request's `model` may be, of models and adapters.
+
+    requests, tokens   a minute, at all replicas together; tokens of prompts and answers
+    concurrent         open requests
+    expires            a day or a time by ISO 8601, in UTC without a zone. From then on the key is refused
+    """
+
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    name: Annotated[str, Meta(pattern=rf"^{NAME.pattern}\Z")]
+    rights: Annotated[frozenset[KeyRight], Meta(min_length=1)] = frozenset(RIGHTS)
+    models: Annotated[frozenset[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)] | None = None
+    requests: _Count = None
+    tokens: _Count = None
+    concurrent: _Count = None
+    expires: str | None = None
 
 
 class Quota(FrozenStruct):
@@ -78,48 +98,38 @@ def read(settings: KeySettings) -> str:
         raise ConfigError(f"keys.file: {settings.file}: not UTF-8") from error
 
 
+class _Loader(UniqueKeys, yaml.BaseLoader):
+    """Leaves scalars texts, so that a name may be 007 or on."""
+
+
 def parse(text: str) -> tuple[ApiKey, ...]:
-    """ConfigError names line and fault, and quotes nothing: a line may hold a key by mistake."""
-    keys = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
+    """ConfigError names entry and fault, and quotes nothing: an entry may hold a key by mistake."""
+    try:
+        entries = _Loader(text).get_single_data() or []
+    except (yaml.YAMLError, RecursionError):
+        raise ConfigError("keys: not YAML, or an option stands twice in an entry") from None
+    if not isinstance(entries, list):
+        raise ConfigError("keys: expected a list of entries; `quartet key new` makes one")
+    keys = list[ApiKey]()
+    for number, entry in enumerate(entries, 1):
         try:
-            keys.append(_key(words))
+            keys.append(_key(entry))
             _check_holder(keys)
         except ConfigError as error:
-            raise ConfigError(f"keys: line {number}: {error}") from error
+            raise ConfigError(f"keys: entry {number}: {error}") from None
     return tuple(keys)
 
 
-def _key(words: list[str]) -> ApiKey:
-    if not _DIGEST.fullmatch(words[0]):
-        raise ConfigError("begins with no SHA-256 (64 digits of 0-9a-f); `quartet key new` makes a line")
-    if len(words) < 2 or not NAME.fullmatch(words[1]):
-        raise ConfigError("the second word is no name: 1 to 64 of A-Z a-z 0-9 . _ -")
-    options = dict(word.partition("=")[::2] for word in words[2:])
-    if len(options) < len(words) - 2:
-        raise ConfigError("an option stands there twice")
-    rights = frozenset(options.pop("rights", ",".join(RIGHTS)).split(","))
-    if not rights.issubset(RIGHTS + ADMIN_RIGHTS):
-        raise ConfigError(f"rights: only {', '.join(RIGHTS + ADMIN_RIGHTS)}")
-    quota = Quota(**{name: _count(name, options.pop(name)) for name in Quota.__struct_fields__ if name in options})
-    expires = time_of(options.pop("expires", None))
-    models = _models(options.pop("models", None))
-    if options:
-        raise ConfigError(f"an option is not one of rights, models, {', '.join(Quota.__struct_fields__)}, expires")
-    return ApiKey(bytes.fromhex(words[0]), words[1], rights, quota, expires, models)
-
-
-def _models(value: str | None) -> frozenset[str] | None:
-    """The names in a list with commas. ConfigError: one is empty."""
-    if value is None:
-        return None
-    names = frozenset(value.split(","))
-    if "" in names:
-        raise ConfigError("models: expected names with commas between them")
-    return names
+def _key(value: Any) -> ApiKey:
+    try:
+        entry = msgspec.convert(value, KeyEntry, strict=False)
+    except msgspec.ValidationError as error:
+        if str(error).startswith(("Expected", "Object missing")):  # which quote nothing
+            raise ConfigError(str(error)) from None
+        options = ", ".join(KeyEntry.__struct_fields__)
+        raise ConfigError(f"its options are {options}; its rights are of {', '.join(RIGHTS + ADMIN_RIGHTS)}") from None
+    quota = Quota(entry.requests, entry.tokens, entry.concurrent)
+    return ApiKey(bytes.fromhex(entry.sha256), entry.name, entry.rights, quota, time_of(entry.expires), entry.models)
 
 
 def time_of(value: str | None) -> datetime | None:
@@ -133,12 +143,6 @@ def time_of(value: str | None) -> datetime | None:
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
-def _count(name: str, value: str) -> int:
-    if not (value.isascii() and value.isdecimal() and len(value) <= 13 and 1 <= int(value) <= 10**12):
-        raise ConfigError(f"{name}: no count from 1 to 10^12")
-    return int(value)
-
-
 def _check_holder(keys: list[ApiKey]) -> None:
     """ConfigError unless the last key agrees with its holder's earlier ones."""
     if len(keys) > MAX_KEYS:
@@ -146,6 +150,6 @@ def _check_holder(keys: list[ApiKey]) -> None:
     *before, last = keys
     for other in before:
         if other.digest == last.digest:
-            raise ConfigError("the same key as on a line before")
+            raise ConfigError("the same key as in an entry before")
         if other.name == last.name and (other.rights, other.models, other.quota) != (last.rights, last.models, last.quota):
-            raise ConfigError(f"{last.name} has other rights, models or limits on a line before")
+            raise ConfigError(f"{last.name} has other rights, models or limits in an entry before")

@@ -125,7 +125,7 @@ class EventStream:
         """Up to _PIECE_BYTES of events (some milliseconds of work), and the rest."""
         events = b""
         for index, delta in deltas:
-            events += b"" if self._begun else self._format.begin(structs.replace(self._run.usage, reasoning=0))
+            events += b"" if self._begun else self._format.begin(structs.replace(self._run.usage, completion=0, reasoning=0))
             self._begun = True
             events += self._format.events(index, delta)
             if len(events) > _PIECE_BYTES and not self._run.is_complete:

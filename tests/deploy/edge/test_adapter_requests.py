@@ -154,8 +154,8 @@ def test_requests_go_on_while_an_adapter_is_read(open_edge: Edge) -> None:
 def test_only_keys_with_the_right_may(edges: Edges, root: Path, tmp_path: Path) -> None:
     """403 for a key that does not name the right, even one with all usual rights; 401 without a key."""
     keys = tmp_path / "keys"
-    line = "{} {}\n"
-    text = line.format(sha256(ADMIN.encode()).hexdigest(), "admin rights=adapters")
+    line = "- {{sha256: {}, name: {}}}\n"
+    text = line.format(sha256(ADMIN.encode()).hexdigest(), "admin, rights: [adapters]")
     keys.write_text(text + line.format(sha256(USER.encode()).hexdigest(), "user"))
     ring = KeyRing(KeySettings(file=str(keys)))
     edge = edges(adapter_folder=str(root), most_adapters=2, rank_links=ScriptedRanks(), keys=ring)

@@ -1,4 +1,4 @@
-"""Lines of a file of API keys: what they say, what is wrong with those that say nothing, and the command that makes them."""
+"""Entries of a file of API keys: what they say, what is wrong with those that say nothing, and the command that makes them."""
 
 import json
 import os
@@ -26,8 +26,14 @@ from tests.support.repo_rules import ROOT
 pytestmark = pytest.mark.pure
 
 SECRET = "sk-quartet-never-in-a-message"
-HASH = sha256(SECRET.encode()).hexdigest()
-OTHER = sha256(b"other").hexdigest()
+
+
+def digest(key: str) -> str:
+    return sha256(key.encode()).hexdigest()
+
+
+HASH = digest(SECRET)
+OTHER = digest("other")
 
 names = st.text("abcXYZ019._-", min_size=1, max_size=64)
 counts = st.none() | st.integers(1, 10**12)
@@ -42,67 +48,100 @@ keys = st.builds(
 )
 
 
-def line(key: ApiKey) -> str:
+def entry(digest: str, rest: str) -> str:
+    """In flow style, on a line."""
+    return f"- {{sha256: {digest}, {rest}}}\n"
+
+
+def written(key: ApiKey) -> str:
     """As somebody writes it who says no more than is needed."""
-    options = [f"rights={','.join(key.rights)}"] if key.rights != frozenset(RIGHTS) else []
-    options += [f"{name}={value}" for name, value in asdict(key.quota).items() if value is not None]
-    options += [f"expires={key.expires.isoformat()}"] if key.expires is not None else []
-    return "  ".join([key.digest.hex(), key.name, *options])
+    options = [f"name: '{key.name}'"]
+    options += [f"rights: [{', '.join(key.rights)}]"] if key.rights != frozenset(RIGHTS) else []
+    options += [f"{name}: {value}" for name, value in asdict(key.quota).items() if value is not None]
+    options += [f"expires: {key.expires.isoformat()}"] if key.expires is not None else []
+    return entry(key.digest.hex(), ", ".join(options))
 
 
 @settings(max_examples=30)
 @given(keys, st.sampled_from(["", "  # a comment", "\n\n# a comment\n"]))
-def test_a_line_says_what_the_key_may(key: ApiKey, comment: str) -> None:
-    """A key's line gives the key again, whatever it may do, and comments say nothing."""
-    assert parse(line(key) + comment) == (key,)
-    assert parse(line(replace(key, quota=Quota(7, 8, 9), rights=frozenset(RIGHTS)))) != (replace(key, quota=Quota(7, 8, 10)),)
+def test_an_entry_says_what_the_key_may(key: ApiKey, comment: str) -> None:
+    """A key's entry gives the key again, whatever it may do, and comments say nothing."""
+    assert parse(written(key).rstrip() + comment) == (key,)
+    assert parse(written(replace(key, quota=Quota(7, 8, 9), rights=frozenset(RIGHTS)))) != (replace(key, quota=Quota(7, 8, 10)),)
 
 
 BAD = {
-    SECRET: "begins with no SHA-256",
-    HASH.upper() + " a": "begins with no SHA-256",
-    HASH: "is no name",
-    f"{HASH} a/{SECRET}": "is no name",
-    f"{HASH} {'x' * 65}": "is no name",
-    f"{HASH} a rights={SECRET}": "rights: only",
-    f"{HASH} a rights=": "rights: only",
-    f"{HASH} a requests=0": "requests: no count",
-    f"{HASH} a tokens=1e6": "tokens: no count",
-    f"{HASH} a concurrent={10**13}": "concurrent: no count",
-    f"{HASH} a expires={SECRET}": "expires: neither",
-    f"{HASH} a requests=1 requests=2": "twice",
-    f"{HASH} a {SECRET}": "is not one of rights",
-    f"{HASH} a\n{HASH} b": "the same key",
-    f"{HASH} a requests=1\n{OTHER} a requests=2": "other rights, models or limits",
-    f"{HASH} a rights=models\n{OTHER} a": "other rights, models or limits",
-    f"{HASH} a models=large\n{OTHER} a": "other rights, models or limits",
-    f"{HASH} a models=,": "models: expected names",
-    "\n".join(f"{sha256(str(number).encode()).hexdigest()} k{number}" for number in range(MAX_KEYS + 1)): "more than 1024 keys",
+    f"- {{sha256: {SECRET}, name: a}}": r"`str` matching .* at `\$.sha256`",
+    entry(HASH.upper(), "name: a"): r"`str` matching .* at `\$.sha256`",
+    f"- {{sha256: {HASH}}}": "missing required field `name`",
+    f"- {SECRET}": "Expected `object`, got `str`",
+    entry(HASH, f"name: a/{SECRET}"): r"`str` matching .* at `\$.name`",
+    entry(HASH, f"name: {'x' * 65}"): r"`str` matching .* at `\$.name`",
+    entry(HASH, f"name: a, rights: [{SECRET}]"): "its rights are of generate, tokenize, models, docs, adapters",
+    entry(HASH, "name: a, rights: []"): r"`array` of length >= 1 - at `\$.rights`",
+    entry(HASH, "name: a, requests: 0"): r"`int` >= 1 - at `\$.requests`",
+    entry(HASH, f"name: a, tokens: {SECRET}"): r"`int \| null`, got `str` - at `\$.tokens`",
+    entry(HASH, f"name: a, concurrent: {10**13}"): r"`int` <= 1000000000000 - at `\$.concurrent`",
+    entry(HASH, f"name: a, expires: {SECRET}"): "expires: neither",
+    entry(HASH, f"name: a, {SECRET}: 1"): "its options are sha256, name, rights",
+    entry(HASH, "name: a") + entry(HASH, "name: b"): "the same key",
+    entry(HASH, "name: a, requests: 1") + entry(OTHER, "name: a, requests: 2"): "other rights, models or limits",
+    entry(HASH, "name: a, rights: [models]") + entry(OTHER, "name: a"): "other rights, models or limits",
+    entry(HASH, "name: a, models: [large]") + entry(OTHER, "name: a"): "other rights, models or limits",
+    entry(HASH, "name: a, models: ['']"): r"`str` of length >= 1 - at `\$.models",
+    "".join(entry(digest(str(number)), f"name: k{number}") for number in range(MAX_KEYS + 1)): "more than 1024 keys",
 }
 
 
 @pytest.mark.parametrize(("text", "complaint"), BAD.items(), ids=list(BAD.values()))
-def test_a_line_that_is_none_is_named_and_not_quoted(text: str, complaint: str) -> None:
-    """The number of the line, and what is wrong; never what stands there, which may be a key that somebody put there by mistake."""
+def test_a_bad_entry_is_named_and_not_quoted(text: str, complaint: str) -> None:
+    """The number of the entry, and what is wrong; never what stands there, which may be a key put there by mistake."""
     with pytest.raises(ConfigError, match=complaint) as caught:
         parse("# first\n" + text)
-    assert str(caught.value).startswith(f"keys: line {len(text.splitlines()) + 1}: ")
+    assert str(caught.value).startswith(f"keys: entry {len(text.splitlines())}: ")
     assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (f"{HASH}  a  rights={SECRET}", "expected a list"),
+        (f"{SECRET}: a", "expected a list"),
+        (entry(HASH, f"name: a, {SECRET}: 1, {SECRET}: 2"), "not YAML, or an option stands twice"),
+        (f"- [{SECRET}", "not YAML"),
+        (f"- !!python/object:{SECRET} x\n- &a [*b]", "not YAML"),
+        ("[" * 100_000, "not YAML"),
+    ],
+)
+def test_a_file_that_is_no_list_is_not_quoted(text: str, complaint: str) -> None:
+    """The message is one line, and holds nothing of the file."""
+    with pytest.raises(ConfigError, match=f"^keys: {complaint}") as caught:
+        parse(text)
+    assert SECRET not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_are_texts() -> None:
+    """YAML's numbers, words and dates are names like others. Planted: PyYAML's usual loader reads them as what they are there."""
+    names = ["007", "on", "null", "2027-01-01", "1.5"]
+    text = "".join(entry(digest(name), f"name: {name}") for name in names)
+    assert [key.name for key in parse(text)] == names
+    assert [entry["name"] for entry in yaml.safe_load(text)] != names
 
 
 def test_two_keys_of_a_holder_share_all_but_their_end() -> None:
     """That is how a key is replaced: the old one with an end, the new one without."""
-    old, new = parse(f"{HASH} a requests=5 expires=2027-01-01\n{OTHER} a requests=5")
+    old, new = parse(entry(HASH, "name: a, requests: 5, expires: 2027-01-01") + entry(OTHER, "name: a, requests: 5"))
     assert (old.name, old.quota, old.rights) == (new.name, new.quota, new.rights)
     assert old.has_expired(datetime(2027, 1, 1, tzinfo=UTC))
     assert not old.has_expired(datetime(2026, 12, 31, 23, 59, 59, tzinfo=UTC))
     assert not new.has_expired(datetime(2090, 1, 1, tzinfo=UTC))
 
 
-def test_the_command_makes_a_key_and_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The line is of the key that was shown, the file gets it behind what it had, and the key itself is not in the file."""
+def test_the_command_makes_a_key_and_its_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The entry is of the key that was shown, the file gets it after what it had, and the key itself is not in the file."""
     file = tmp_path / "keys"
-    file.write_text(f"# ours\n{HASH} alice requests=5")
+    file.write_text("# ours\n" + entry(HASH, "name: alice, requests: 5").rstrip())
     options = ["--rights", "generate", "--models", "large,small", "--tokens", "1000", "--expires", "2090-01-01"]
     assert main(["key", "new", "--name", "bob", *options, "--append", str(file), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
@@ -135,7 +174,7 @@ def test_keys_that_are_added_at_once_are_both_there(tmp_path: Path, monkeypatch:
         if not appended:
             monkeypatch.setattr(key_command.os, "O_APPEND", 0)
         with ThreadPoolExecutor(2) as pool:
-            lines = [f"{HASH} a", f"{OTHER} b"]
+            lines = [entry(HASH, "name: a").rstrip(), entry(OTHER, "name: b").rstrip()]
             list(pool.map(key_command._append, (linked, linked), lines))
         assert (len(parse(file.read_text())) == 2) == appended
         assert linked.is_symlink()
@@ -145,7 +184,7 @@ def test_keys_that_are_added_at_once_are_both_there(tmp_path: Path, monkeypatch:
 
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where half a line has room, none of it stays. Planted: with room for it all it is there."""
-    file, line = tmp_path / "keys", f"{HASH} alice\n"
+    file, line = tmp_path / "keys", entry(HASH, "name: alice")
     file.write_text(line)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -158,7 +197,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, capsys: pytest.Ca
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     said = capsys.readouterr().err.splitlines()
-    assert said == [f"quartet: {file}: no room for the line", f"quartet: {file}: File too large"]
+    assert said == [f"quartet: {file}: no room for the entry", f"quartet: {file}: File too large"]
 
 
 @pytest.mark.parametrize(
@@ -173,16 +212,17 @@ def test_a_key_that_does_not_go_with_the_file_is_not_made(
 ) -> None:
     """Exit code 2, one line, and the file is as it was."""
     file = tmp_path / "keys"
-    file.write_text(f"{HASH} alice requests=5\n")
+    file.write_text(entry(HASH, "name: alice, requests: 5"))
     assert main(["key", "new", *options, "--append", str(file)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith(("quartet: keys: line ", "quartet: --name: 1 to 64 of ", "quartet: --expires: that time has passed"))
+    starts = ("keys: entry ", "--name: 1 to 64 of ", "--expires: that time has passed")
+    assert said.err.removeprefix("quartet: ").startswith(starts)
     assert [path.name for path in tmp_path.iterdir()] == ["keys"]
-    assert file.read_text() == f"{HASH} alice requests=5\n"
+    assert file.read_text() == entry(HASH, "name: alice, requests: 5")
 
 
-def test_only_a_file_gets_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_file_gets_an_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A pipe stays one, as would /dev/null; so does a folder. Nobody waits for the pipe's other end."""
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
@@ -194,7 +234,7 @@ def test_only_a_file_gets_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_check_config_checks_the_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A good file is counted, a bad one is exit code 2 with the line's number, and an open door is said to be one."""
+    """A good file is counted, a bad one is exit code 2 with the entry's number, and an open door is said to be one."""
     config = yaml.safe_load((ROOT / "deploy" / "nano.yaml").read_text())
     keys, path = tmp_path / "keys", tmp_path / "nano.yaml"
 
@@ -203,12 +243,12 @@ def test_check_config_checks_the_keys(tmp_path: Path, capsys: pytest.CaptureFixt
         return main(["check-config", str(path)])
 
     config["applications"][0]["args"]["keys"] = {"file": str(keys)}
-    keys.write_text(f"{HASH} a\n{OTHER} a expires=2020-01-01\n")
+    keys.write_text(entry(HASH, "name: a") + entry(OTHER, "name: a, expires: 2020-01-01"))
     assert checked() == 0
     assert "note: keys: 2 of 1 holders, 1 of them expired" in capsys.readouterr().out
-    keys.write_text(f"{HASH} a\nnonsense\n")
+    keys.write_text(entry(HASH, "name: a") + "- nonsense\n")
     assert checked() == 2
-    assert f"{path}: keys: line 2: begins with no SHA-256" in capsys.readouterr().err
+    assert f"{path}: keys: entry 2: Expected `object`" in capsys.readouterr().err
     keys.unlink()
     assert checked() == 2
     assert f"keys.file: {keys}: No such file" in capsys.readouterr().err

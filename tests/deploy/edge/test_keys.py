@@ -50,18 +50,18 @@ OURS, THEIRS = "sk-ours", "sk-theirs"
 
 
 def line(key: str, rest: str) -> str:
-    return f"{sha256(key.encode()).hexdigest()} {rest}\n"
+    return f"- {{sha256: {sha256(key.encode()).hexdigest()}, name: {rest}}}\n"
 
 
 LINES = (
     line(OLD, "alice")
-    + line(ALICE, "alice expires=2090-01-01")
-    + line(READER, "reader rights=models")
-    + line(LATE, "late expires=2020-01-01")
-    + line(SLOW, "slow concurrent=1")
-    + line(FEW, "few tokens=40 requests=1000")
-    + line(OURS, "ours models=other,nano")
-    + line(THEIRS, "theirs models=other")
+    + line(ALICE, "alice, expires: 2090-01-01")
+    + line(READER, "reader, rights: [models]")
+    + line(LATE, "late, expires: 2020-01-01")
+    + line(SLOW, "slow, concurrent: 1")
+    + line(FEW, "few, tokens: 40, requests: 1000")
+    + line(OURS, "ours, models: [other, nano]")
+    + line(THEIRS, "theirs, models: [other]")
 )
 
 
