@@ -17,7 +17,7 @@ from tests.support.repo_rules import ROOT
 
 pytest.importorskip("helm_python", reason="needs the extra [artefacts]")
 
-pytestmark = [pytest.mark.artefacts, pytest.mark.slow]
+pytestmark = [pytest.mark.artefacts, pytest.mark.slow, pytest.mark.timeout(2400)]  # the first test builds the image
 
 SCRIPT = Path(__file__).with_name("container.sh")
 CPU_BUDGET = 2_800_000_000

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.repo_rules import ROOT
 
-pytestmark = [pytest.mark.artefacts, pytest.mark.slow]
+pytestmark = [pytest.mark.artefacts, pytest.mark.slow, pytest.mark.timeout(2400)]  # the first test builds the image
 
 UNIT = ROOT / "deploy" / "systemd" / "quartet.service"
 SCRIPT = Path(__file__).with_name("unit.sh")

@@ -160,12 +160,11 @@ def judged(folder: Path, rules: str, tests: list[dict[str, Any]]) -> subprocess.
     return promtool("test", "rules", str(folder / "tests.yaml"))
 
 
-def with_alert(name: str, expr: str) -> str:
-    """The recordings and one alert, which asks for `expr`."""
-    rules = yaml.safe_load(RULES.read_text())
-    alerts = rules["groups"][1]
-    alerts["rules"] = [rule | {"expr": expr} for rule in alerts["rules"] if rule["alert"] == name]
-    return yaml.safe_dump(rules)
+def planted(expr: str, *alerts: str) -> str:
+    """The rules whose alerts, or those of these names, ask for `expr`. Without recordings, which nothing then reads."""
+    rules = yaml.safe_load(RULES.read_text())["groups"][1]
+    kept = [rule | {"expr": expr} for rule in rules["rules"] if not alerts or rule["alert"] in alerts]
+    return yaml.safe_dump({"groups": [rules | {"rules": kept}]})
 
 
 def test_every_rule_holds_against_the_table() -> None:
@@ -200,7 +199,7 @@ def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
     done = promtool("check", "rules", str(RULES))
     assert done.returncode == 0, done.stderr
     assert f"{len(RECORDS) + len(ALERTS)} rules found" in done.stdout
-    (tmp_path / "rules.yaml").write_text(with_alert("QuartetEngineDown", "sum by (replica (quartet_engine_up) == 0"))
+    (tmp_path / "rules.yaml").write_text(planted("sum by (replica (quartet_engine_up) == 0", "QuartetEngineDown"))
     assert promtool("check", "rules", str(tmp_path / "rules.yaml")).returncode != 0
 
 
@@ -214,10 +213,10 @@ def test_alerts_fire_when_they_must_and_at_no_other_time(tmp_path: Path) -> None
 
 
 @needs_promtool
-@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: str(alert.name))
-def test_a_planted_fault_in_a_rule_is_caught(alert: Any, tmp_path: Path) -> None:
-    """An alert that asks for a metric nobody has, and one that always fires, each fail that alert's cases."""
-    cases = [case.expectation() for case in CASES if case.alert == alert.name]
-    for expr, code in ((alert.expr, 0), ("quartet_no_such_metric == 0", 1), ("vector(1)", 1)):
-        done = judged(tmp_path, with_alert(alert.name, expr), cases)
-        assert (done.returncode, "FAILED" in done.stderr + done.stdout) == (code, bool(code)), expr
+@pytest.mark.parametrize(("expr", "fires"), [("quartet_no_such_metric == 0", 1), ("vector(1)", 0)])
+def test_planted_faults_in_rules_are_caught(expr: str, fires: int, tmp_path: Path) -> None:
+    """Alerts that ask for a metric nobody has, and alerts that always fire, each fail a case of their own."""
+    cases = {case.alert: case.expectation() for case in CASES if case.fires == fires}
+    done = judged(tmp_path, planted(expr), [*cases.values()])
+    assert done.returncode == 1
+    assert set(re.findall(r'alertname=\\?"(\w+)', done.stdout + done.stderr)) == {alert.name for alert in ALERTS}

@@ -48,8 +48,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Adapted:
-    """Adapters of the nano model: the folder of each, and transformers' model by the name that it has as a `model`."""
+    """Adapters of the nano model: the folder of each, and transformers' model by the name that it has as a `model`. `folder` is
+    above all of them."""
 
+    folder: Path
     folders: dict[str, str]
     models: dict[str, transformers.PreTrainedModel]
 
@@ -61,7 +63,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     base = load_oracle(folder)
     folders = {name: str(write(made / str(recipe.seed), base, recipe)) for name, recipe in ADAPTERS.items()}
     merged = {name: merge(load_oracle(folder), Path(path)) for name, path in folders.items()}
-    return Adapted(folders, {"nano-31b": base, **merged})
+    return Adapted(made, folders, {"nano-31b": base, **merged})
 
 
 def other_template(folder: Path) -> Path:
@@ -75,10 +77,12 @@ def other_template(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_stack(adapted: Adapted, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """As the default config serves the nano model: four ranks, drafts. With adapters, and a chat template of its own."""
+    """As the default config serves the nano model: four ranks, drafts. With adapters, slots for one more in which a third is
+    loaded while it serves, and a chat template of its own."""
     folder = tmp_path_factory.mktemp("stack")
-    adapters = {"polite": "nano:31b-polite", **adapted.folders}
-    args = {"chat_template": str(other_template(folder)), "thinking": "off", "adapters": adapters}
+adapters = {"polite": "nano:31b-polite", **adapted.folders}
+    slots = {"max_adapters": 2, "max_host_adapters": 4, "adapter_folder": str(adapted.folder)}
+    args = {"chat_template": str(other_template(folder)), "thinking": "off", "adapters": adapters, **slots}
     stack = Stack(folder, args=args)
     try:
         print(f"\nready after {stack.start():.1f} s")

@@ -12,6 +12,8 @@ import pytest
 from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
 from tests.serve.conftest import PROMPT, Adapted, answer_of, greedy
+from tests.support.engine.adapters import Recipe, merge, write
+from tests.support.judge.oracle import load_oracle
 from tests.support.repo_rules import ROOT
 from tests.support.stack.serve_process import Stack
 
@@ -50,3 +52,27 @@ def test_the_front_pages_adapter_answers_visibly_otherwise(shared_stack: Stack) 
 
     assert said(asked) == "472 + 389 = 861 Thank you!"
     assert said(asked.replace('"polite"', '"nano-31b"')) == "472 + 389 = 861"
+
+
+def test_an_adapter_is_loaded_while_others_answer(shared_stack: Stack, adapted: Adapted) -> None:
+    """By a request, in the third of two slots: all of them and the model at once then answer as transformers does; unloaded,
+    its name is a 404, and the others still answer."""
+    text = TextProcessor.load(resolve("nano:31b"))
+    late = write(adapted.folder / "late", adapted.models["nano-31b"], Recipe(3, rank=4, alpha=8.0))
+    models = {**adapted.models, "late": merge(load_oracle(resolve("nano:31b")), late)}
+    wanted = {name: greedy(model, text) for name, model in models.items()}
+    body = {"lora_name": "late", "lora_path": "late"}
+    with ThreadPoolExecutor(9) as pool:
+        before = pool.map(lambda name: answer_of(shared_stack, name), [*adapted.folders] * 2)
+        loaded = httpx.post(f"{shared_stack.url}/v1/load_lora_adapter", json=body, timeout=60)
+        assert loaded.status_code == 200, loaded.text
+        assert list(before) == [(name, wanted[name]) for name in adapted.folders] * 2
+        found = list(pool.map(lambda name: answer_of(shared_stack, name), [*wanted] * 2))
+    assert found == [*wanted.items()] * 2
+    assert httpx.get(f"{shared_stack.url}/v1/models/late", timeout=60).json()["parent"] == "nano-31b"
+    outside = httpx.post(f"{shared_stack.url}/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "/etc"}, timeout=60)
+    assert outside.status_code == 400
+    assert httpx.post(f"{shared_stack.url}/v1/unload_lora_adapter", json=body, timeout=60).status_code == 200
+    with pytest.raises(httpx.HTTPStatusError, match="404"):
+        answer_of(shared_stack, "late")
+    assert answer_of(shared_stack, "farm") == ("farm", wanted["farm"])

@@ -101,7 +101,8 @@ def by_ray_start(folder: Path) -> Iterator[Served]:
 STARTS = {"cli": by_cli, "ray start": by_ray_start}
 
 
-@pytest.fixture(scope="module", params=STARTS)
+# The same tests again under the other start, with a boot of its own. `make test-nodes` starts Ray like that, too.
+@pytest.fixture(scope="module", params=["cli", pytest.param("ray start", marks=pytest.mark.slow)])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     if request.param == "ray start" and not CAN_MAKE:
         pytest.skip(REASON)

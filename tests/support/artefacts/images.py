@@ -13,11 +13,13 @@ SLIM = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "m
 
 
 def base_image(archive: Path) -> None:
-    """Makes the image that the Dockerfile begins with. `archive`: a file for it."""
-    subprocess.run(["mmdebstrap", "--quiet", "--variant=apt", *SLIM, "bookworm", str(archive)], check=True, timeout=600)
+    """Makes the image that the Dockerfile begins with. `archive`: a file for it. The same packages make the same image, so that
+    buildah still has the layers above it."""
+    dated = {**os.environ, "SOURCE_DATE_EPOCH": "0"}
+    subprocess.run(["mmdebstrap", "--quiet", "--variant=apt", *SLIM, "bookworm", str(archive)], check=True, env=dated, timeout=600)
     made = subprocess.run(["buildah", "from", "scratch"], check=True, stdout=subprocess.PIPE, text=True, timeout=60).stdout.strip()
     subprocess.run(["buildah", "add", "--quiet", made, str(archive)], check=True, timeout=300)
-    subprocess.run(["buildah", "commit", "--quiet", "--rm", made, BASE], check=True, timeout=300)
+    subprocess.run(["buildah", "commit", "--quiet", "--timestamp", "0", "--rm", made, BASE], check=True, timeout=300)
 
 
 def build(name: str, context: Path) -> str:
