@@ -80,7 +80,7 @@ def shared_stack(adapted: Adapted, tmp_path_factory: pytest.TempPathFactory) -> 
     """As the default config serves the nano model: four ranks, drafts. With adapters, slots for one more in which a third is
     loaded while it serves, and a chat template of its own."""
     folder = tmp_path_factory.mktemp("stack")
-adapters = {"polite": "nano:31b-polite", **adapted.folders}
+    adapters = {"polite": "nano:31b-polite", **adapted.folders}
     slots = {"max_adapters": 2, "max_host_adapters": 4, "adapter_folder": str(adapted.folder)}
     args = {"chat_template": str(other_template(folder)), "thinking": "off", "adapters": adapters, **slots}
     stack = Stack(folder, args=args)
