@@ -257,7 +257,7 @@ def test_a_server_answers_to_where_it_listens(monkeypatch: pytest.MonkeyPatch, l
 @pytest.mark.parametrize("parsed", [True, False])
 def test_a_body_counts_until_it_is_parsed(parsed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then there is room for another. Planted: one that nobody has parsed yet leaves none, which is a 429."""
-    monkeypatch.setattr(uploads_module, "ROOM_S", 0.0)
+    monkeypatch.setattr(uploads_module, "WAITS_S", (0.0,))
 
     async def main() -> None:
         uploads = Uploads(LimitSettings(body_bytes=1 << 20, upload_bytes=1 << 20))
@@ -301,7 +301,7 @@ def test_each_body_on_its_way_is_one() -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_body_waits_for_room_unread(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it is read before another's is parsed, and then all. Planted: without a wait it is refused."""
-    monkeypatch.setattr(uploads_module, "ROOM_S", 10.0 * waits)
+    monkeypatch.setattr(uploads_module, "WAITS_S", (10.0 * waits,))
 
     async def main() -> None:
         uploads = Uploads(LimitSettings(body_bytes=1 << 20, upload_bytes=1 << 20))
@@ -414,7 +414,7 @@ class GuardedStack:
 def test_the_guards_claim_lasts_until_the_application_ends_it(fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve takes a body from the guard at once: the guard still counts its media while they wait, and another upload is refused by
     its head, before it is sent. Planted: an application that does not find the guard's claim; then that is sent in vain."""
-    monkeypatch.setattr(uploads_module, "ROOM_S", 0.0)
+    monkeypatch.setattr(uploads_module, "WAITS_S", (0.0,))
     if fault:
         monkeypatch.setattr("deploy.edge.guards.limits.noted_claim", lambda: None)
 
