@@ -28,7 +28,7 @@ TARGETS: dict[str, str] = {
     "deploy/edge/bodies/raw_json.py": "deploy/edge/test_body_bounds.py deploy/edge/test_asks.py deploy/edge/test_validation.py",
     "deploy/edge/guards/uploads.py": "deploy/edge/test_limits.py",
     "deploy/edge/routes.py": "deploy/edge/test_browsers.py deploy/edge/test_openapi.py deploy/edge/test_keys.py "
-                             "deploy/edge/test_sharing.py",
+                             "deploy/edge/test_sharing.py deploy/edge/test_transcriptions.py deploy/edge/test_streams.py",
     "engine/core/draft_policy.py": "engine/core/test_draft_policy.py",
     "engine/core/step_budget.py": "engine/core/test_policy.py",
     "engine/core/scheduler.py": "engine/core/test_media.py engine/core/test_scheduler.py",
@@ -37,9 +37,9 @@ TARGETS: dict[str, str] = {
     "engine/rank/load/adapter_tensors.py": "engine/rank/test_adapter_folders.py engine/rank/test_adapters.py",
     "engine/rank/adapter_stacks.py": "engine/rank/test_adapters.py",
     "kernels/lora.py": "kernels/test_lora.py",
-    "engine/quantisation.py": "engine/rank/test_quantised_folders.py engine/rank/test_public_folders.py",
+    "engine/quantisation.py": "engine/test_config_keys.py engine/rank/test_quantised_folders.py engine/rank/test_public_folders.py",
     "engine/weight_formats.py": "engine/rank/test_weight_formats.py engine/rank/test_quantised_folders.py",
-    "engine/rank/int4.py": "engine/rank/test_int4.py",
+    "engine/rank/int4.py": "engine/rank/test_int4.py engine/rank/test_quantised_folders.py",
     "engine/rank/fp8.py": "engine/rank/test_fp8.py engine/rank/test_quantised_folders.py",
     "engine/rank/int8.py": "engine/rank/test_int8.py",
 }  # fmt: skip
