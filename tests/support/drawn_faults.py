@@ -39,7 +39,7 @@ TARGETS: dict[str, str] = {
     "kernels/lora.py": "kernels/test_lora.py",
     "engine/quantisation.py": "engine/test_config_keys.py engine/rank/test_quantised_folders.py engine/rank/test_public_folders.py",
     "engine/weight_formats.py": "engine/rank/test_weight_formats.py engine/rank/test_quantised_folders.py",
-    "engine/rank/int4.py": "engine/rank/test_int4.py engine/rank/test_quantised_folders.py",
+    "engine/rank/int4.py": "engine/rank/test_int4.py engine/rank/test_formats.py",
     "engine/rank/fp8.py": "engine/rank/test_fp8.py engine/rank/test_quantised_folders.py",
     "engine/rank/int8.py": "engine/rank/test_int8.py",
 }  # fmt: skip
