@@ -9,6 +9,8 @@
 #   srvtcpka, tcp-ut      end the connections to a node that lost its power or its network after 9 s, whether or not data is in
 #                         flight. Nothing else does: a stream may be silent for minutes, so there is no `timeout server`.
 #                         2.8.25 takes tcp-ut on a default-server line and ignores it
+#   tune.rcvbuf.client, tune.sndbuf.server
+#                         bound what the kernel takes of a body that the replica does not read yet; by default it takes 10 MB and more
 #   splice-request        is taken out: with it HAProxy does not see a client leave whose body came after its head, until the answer
 #                         comes, and the engine works on for nobody (seen with 2.8.25)
 #   errorfile             errors have OpenAI's shape where no replica answers or is asked. What is not HTTP gets HAProxy's own texts
@@ -44,6 +46,7 @@ for argument in "$@"; do
         [ -z "$limit" ] || sed -i "s#^frontend http_frontend\$#&\n    $counted#" "$argument"
         sed -i -e '/^frontend http_frontend$/,/^backend/!s/^\( *bind \)\**:\([0-9][0-9]*\)/\1127.0.0.1:\2/' -e '/^ *option splice-request$/d' \
             -e 's/^ *server .*$/& tcp-ut 8s/' \
+            -e 's/^global$/&\n    tune.rcvbuf.client 131072\n    tune.sndbuf.server 65536/' \
             -e "/^defaults/,/^frontend/s#^ *mode http\$#&\n    $ours\n    errorfile 408 $errors/408.http#" "$argument"
         [ -z "${QUARTET_ROUTING:-}" ] || "$QUARTET_PYTHON" -I "$(dirname "$0")/haproxy_routing.py" "$argument"
     fi

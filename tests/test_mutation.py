@@ -73,7 +73,7 @@ def test_a_time_out_is_no_catch(tree: Path) -> None:
 
 
 def test_the_time_limit_follows_the_tests_own_time(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each selection of tests has three times its own time without a fault, and a floor. Tests that fail without one end it."""
+    """Each selection of tests has three times its own time without a fault, and a floor. If all fail without one, the run ends."""
     moments = iter((100.0, 107.0))
     monkeypatch.setattr("tests.support.mutation.time.monotonic", lambda: next(moments))
     monkeypatch.setattr("tests.support.mutation.run_tests", lambda *_, **__: (0, ""))
@@ -84,6 +84,12 @@ def test_the_time_limit_follows_the_tests_own_time(tree: Path, monkeypatch: pyte
     (tree / "doubling.py").write_text(CODE.replace("2 * x", "3 * x"))
     with pytest.raises(SystemExit, match="without a fault"):
         Baselines().of(WRONG.tests, tree)
+
+
+def test_a_test_that_fails_without_a_fault_is_left_out(tree: Path) -> None:
+    """Tests that hold times fail on a busy machine. Planted: one that never passes."""
+    (tree / "tests/test_doubling.py").write_text(TESTS + "\n\ndef test_never():\n    assert False\n")
+    assert Baselines().of(WRONG.tests, tree).tests == ("test_doubling.py::test_double",)
 
 
 def test_fast_tests_come_first(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ class LimitSettings(FrozenStruct):
     """bodies that may be uploaded at once; a client may have half of them; one more gets 429 before it is sent"""
     upload_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
     """bytes of bodies that are uploaded or not yet parsed and, counted separately, of media until they are decoded; a client may
-    have half; one more waits 20 s for room, unread, and then gets 429; at least body_bytes"""
+    have half; one more waits 18 s for room, unread, and then gets 429; at least body_bytes"""
     write_timeout_s: Duration = 30.0
     """a client that takes no byte for so long is dropped"""
     comment_s: Annotated[float, Meta(ge=0)] = 0.0

@@ -1,7 +1,11 @@
 """What HAProxy answers by itself and says of its servers, through the real binary and the wrapper that Serve starts it by."""
 
+import asyncio
+import fcntl
 import json
 import socket
+import struct
+import termios
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -11,6 +15,10 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from deploy.edge.edge_settings import LimitSettings
+from deploy.edge.guards import http_protocol, uploads
+from deploy.edge.guards.limits import Limits
+from deploy.edge.guards.uploads import Claim
 from deploy.edge.http.scope import client_address
 from deploy.environment import WRAPPER, haproxy_binary
 from deploy.haproxy_status import routed
@@ -116,6 +124,44 @@ def test_a_replica_hears_that_a_client_has_gone(tmp_path: Path) -> None:
             made.settimeout(20 if hears else 1)
             with made, suppress(ConnectionResetError) if hears else pytest.raises(TimeoutError):
                 assert made.recv(1) == b""
+
+
+@pytest.mark.parametrize(("wrapper", "most"), [(WRAPPER, 1 << 20), (PLAIN, None)])
+def test_little_of_an_unread_body_is_taken(tmp_path: Path, wrapper: str, most: int | None) -> None:
+    """Of 64 MB for a replica that reads none less than 1 MB leaves the client. Planted: Serve's own configuration takes more."""
+    with socket.create_server(("127.0.0.1", 0)) as replica, haproxy(tmp_path, replica.getsockname()[1], wrapper) as url:
+        replica.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, http_protocol.RECEIVED_BYTES)
+        with socket.create_connection(address(url), timeout=1) as client:
+            client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 64000000\r\n\r\n")
+            with suppress(TimeoutError):
+                sent = 0
+                while sent < 64_000_000:
+                    sent += client.send(bytes(65536))
+            taken = sent - struct.unpack("i", fcntl.ioctl(client, termios.TIOCOUTQ, bytes(4)))[0]
+    print(wrapper, taken)
+    assert (taken < 1 << 20) == (most is not None)
+
+
+@pytest.mark.parametrize("waits", [(6.0, 6.0), (12.0,)])
+def test_an_upload_that_waits_keeps_its_connection(
+    tmp_path: Path, waits: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than the 8 s after which HAProxy gives up a replica that takes nothing. Planted: no piece is read meanwhile."""
+    monkeypatch.setattr(uploads, "WAITS_S", waits)
+    limits = Limits(say_address, LimitSettings(body_bytes=4 << 20, upload_bytes=4 << 20))
+    other = Claim(limits._uploads, "another")
+    other.grow(4 << 20)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            asyncio.get_running_loop().call_later(10.0, other.release)
+        await limits(scope, receive, send)
+
+    said = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 4000000\r\n\r\n" + bytes(4_000_000)
+    reply = b""
+    with asgi_server(app) as port, haproxy(tmp_path, port) as url, suppress(OSError):
+        reply = answered(url, said, 40)
+    assert reply.startswith(b"HTTP/1.1 200") == (len(waits) == 2), reply
 
 
 @pytest.mark.parametrize(("line", "status"), [("OPTIONS *", 404), ("GET health", 404), ("FOO /v1/models", 405)])

@@ -2,9 +2,12 @@
 
 import asyncio
 import base64
+import fcntl
 import json
 import os
 import signal
+import struct
+import termios
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +65,7 @@ def asked(stack: Stack, content: object, address: str, timeout_s: float = 60) ->
 
 @dataclass
 class Sent:
-    """What came of one try of an upload."""
+    """What came of one try of an upload. `sent`: bytes that have left the client's kernel."""
 
     status: int
     sent: int
@@ -83,6 +86,7 @@ async def upload(port: int, address: str, data: bytes) -> Sent:
             writer.write(data[sent : sent + PIECE])
             sent = min(len(data), sent + PIECE)
             await writer.drain()
+        sent -= unsent(writer)
         status = int((await first_line).split()[1])
         retry_after = 1.0
         while line := (await reader.readline()).strip().lower():
@@ -91,6 +95,12 @@ async def upload(port: int, address: str, data: bytes) -> Sent:
     finally:
         writer.transport.abort()
     return Sent(status, sent, retry_after)
+
+
+def unsent(writer: asyncio.StreamWriter) -> int:
+    """Bytes of a connection that this machine still holds."""
+    held = fcntl.ioctl(writer.get_extra_info("socket"), termios.TIOCOUTQ, bytes(4))
+    return int(struct.unpack("i", held)[0]) + writer.transport.get_write_buffer_size()
 
 
 async def persistent(port: int, address: str, data: bytes) -> list[Sent]:

@@ -1,9 +1,12 @@
-"""Changes uvicorn in Serve's processes for requests that ask for another protocol.
+"""Changes uvicorn in Serve's processes.
 
 `Upgrade: h2c`, which Java's client sends first, is ignored (RFC 9110); uvicorn over httptools would
-lose the body. A WebSocket gets 426, after which Codex continues over HTTP.
+lose the body. A WebSocket gets 426, after which Codex continues over HTTP. The kernel receives
+little of a body that nobody reads yet.
 """
 
+import asyncio
+import socket
 from dataclasses import dataclass
 
 import httptools
@@ -13,6 +16,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from deploy.edge.apis import error_shape_of
 from deploy.edge.http.error_response import plain_error
+
+RECEIVED_BYTES = 64 << 10  # by the kernel before they are read; it takes twice as much memory
 
 
 def install() -> None:
@@ -24,6 +29,10 @@ def install() -> None:
 class UpgradeIgnored(HttpToolsProtocol):
     """httptools stops at a head that asks for an upgrade, so a new parser gets the head without it,
     and what follows."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED_BYTES)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()

@@ -38,6 +38,7 @@ from engine.errors import InvalidRequest, Overloaded, QuartetError
 STRIPPED_HEADERS = frozenset(
     {b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"serve_multiplexed_model_id", b"x-session-id"}
 )
+LOOK_S = 0.5  # a client that looks for an answer while it sends has stopped by then
 _PROBES = (*PROBES, "/-/healthz")  # of HAProxy, which takes out a replica that refuses two
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 
@@ -61,8 +62,10 @@ class UnreadBody:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while (await receive()).get("more_body"):
-                    pass
+                if (await receive()).get("more_body"):
+                    await asyncio.sleep(LOOK_S)
+                    while (await receive()).get("more_body"):
+                        pass
         await self.send({"type": "http.response.body"})
 
 
@@ -92,7 +95,7 @@ class Limits:
         try:
             try:
                 client = await self._client(scope)
-                upload = Upload(self._claim(client or ""))
+                upload = Upload(self._claim(client or ""), bool(values_of(scope["headers"], b"expect")))
                 if client is not None:
                     await self._read(scope, receive, upload)
             except QuartetError as error:  # the app's own are its own business

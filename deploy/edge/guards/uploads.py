@@ -6,11 +6,12 @@
 
 A body above TEXT_BYTES can only be media. So text is never refused for media that wait, however many there are.
 
-A body whose head says its length waits for room up to ROOM_S, then it is refused. Nothing of it is read meanwhile, so that its
-client's writes stand still.
+A body whose head says its length waits for room in line, then it is refused. Meanwhile its client's writes stand still: a piece is
+read now and then, because HAProxy gives up a connection that takes nothing for 8 s (`tcp-ut` in haproxy.sh).
 """
 
 import asyncio
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from weakref import WeakSet
@@ -24,8 +25,9 @@ from deploy.edge.http.http_errors import TooLarge, TooSlow
 from engine.errors import Overloaded
 from engine.front.turns import Share
 
-ROOM_S = 20.0  # that a body waits for room
-_LOOK_S = 0.05  # between two looks for it
+WAITS_S = (6.0, 6.0, 6.0)  # for room; a piece is read between two
+RETRY_S = (5, 60)  # least and most that a refused client is to wait; SDKs ignore more
+_PIECE_S = 0.05  # for a piece to arrive
 SMALL_BYTES = 256 << 10  # of a body that is counted by number alone
 _FULL = "Too many large bodies are being sent or wait to be read; please try again shortly."
 
@@ -38,14 +40,17 @@ class Uploads:
         self.coming = Share(limits.uploads)
         self.texts = Share(limits.upload_bytes)
         self.media = Share(limits.upload_bytes)
+        self._waiting: dict[asyncio.Future[None], tuple[Claim, int]] = {}  # for so many bytes, the oldest first
+        self._began = 0.0  # clock when the line formed
+        self._freed = 0  # bytes since then
 
     async def read(self, upload: "Upload", receive: Receive, length: int) -> None:
-        """The whole body; `length` is what its head says, or 0. TooLarge, TooSlow; Overloaded: it has no room, for ROOM_S where
+        """The whole body; `length` is what its head says, or 0. TooLarge, TooSlow; Overloaded: it has no room, for WAITS_S where
         its head gives its length; ClientDisconnect: the client leaves before its end."""
         if not self.coming.take(upload.claim.client, 1):
             raise Overloaded("Too many bodies are being sent; please try again shortly.")
         try:
-            await self._wait_for_room(upload.claim, length)
+            await self._wait_for_room(upload, receive, length)
             async with asyncio.timeout(self.limits.body_timeout_s):
                 await self._receive(upload, receive)
         except TimeoutError as error:
@@ -53,29 +58,63 @@ class Uploads:
         finally:
             self.coming.give_back(upload.claim.client, 1)
 
-    async def _wait_for_room(self, claim: "Claim", length: int) -> None:
-        ends = asyncio.get_running_loop().time() + ROOM_S
-        while True:
-            try:
+    def freed(self, size: int) -> None:
+        """Give the room to those that wait and may have it."""
+        self._freed += size
+        for room, (claim, length) in list(self._waiting.items()):
+            with suppress(Overloaded):
                 claim.grow(length)
-            except Overloaded:
-                if asyncio.get_running_loop().time() > ends:
-                    raise
-                await asyncio.sleep(_LOOK_S)
-            else:
-                return
+                del self._waiting[room]
+                room.set_result(None)
+
+    async def _wait_for_room(self, upload: "Upload", receive: Receive, length: int) -> None:
+        if length <= SMALL_BYTES:
+            return
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            self._began = loop.time()
+            self._freed = 0
+        room = loop.create_future()
+        self._waiting[room] = (upload.claim, length)
+        self.freed(0)
+        try:
+            for number, seconds in enumerate(WAITS_S):
+                if number and not upload.expects_word:
+                    await self._read_piece(upload, receive)
+                await asyncio.wait({room}, timeout=seconds)
+                if room.done():
+                    return
+            raise Overloaded(_FULL, self._retry_s(room, loop.time()))
+        finally:
+            self._waiting.pop(room, None)
+
+    def _retry_s(self, room: asyncio.Future[None], now: float) -> int:
+        """Seconds until there is room, if as much is freed as since the line formed."""
+        ahead = 0
+        for other, (_, length) in self._waiting.items():
+            ahead += length
+            if other is room:
+                break
+        seconds = (now - self._began) * ahead / max(1, self._freed)
+        return int(min(max(seconds, RETRY_S[0]), RETRY_S[1]))
+
+    async def _read_piece(self, upload: "Upload", receive: Receive) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PIECE_S):
+                self._take(upload, await receive())
 
     async def _receive(self, upload: "Upload", receive: Receive) -> None:
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            upload.body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(upload.body) > self.limits.body_bytes:
-                raise TooLarge(f"the body exceeds the limit of {self.limits.body_bytes} bytes")
+        while not upload.is_whole:
+            self._take(upload, await receive())
             upload.claim.grow(len(upload.body))
+
+    def _take(self, upload: "Upload", message: Message) -> None:
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        upload.body += message.get("body", b"")
+        upload.is_whole = not message.get("more_body", False)
+        if len(upload.body) > self.limits.body_bytes:
+            raise TooLarge(f"the body exceeds the limit of {self.limits.body_bytes} bytes")
 
 
 class Claim:
@@ -101,11 +140,18 @@ class Claim:
 
     def release(self) -> None:
         """Idempotent."""
-        self._share.give_back(self.client, self._bytes)
+        size = self._give_back()
+        if size:
+            self._uploads.freed(size)
+
+    def _give_back(self) -> int:
+        size = self._bytes
+        self._share.give_back(self.client, size)
         self._bytes = 0
+        return size
 
     def _hold(self, share: Share, size: int) -> None:
-        self.release()
+        self._give_back()
         if not share.take(self.client, size):
             raise Overloaded(_FULL)
         self._share = share
@@ -114,8 +160,12 @@ class Claim:
 
 @dataclass(eq=False)
 class Upload:
+    """`expects_word`: its client sends nothing before we read (Expect: 100-continue)."""
+
     claim: Claim
+    expects_word: bool = False
     body: bytearray = field(default_factory=bytearray)
+    is_whole: bool = False
 
     def replayed(self, receive: Receive) -> Receive:
         """A `receive` that gives the body, then the disconnect. A second call ends the claim unless

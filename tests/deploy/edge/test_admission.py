@@ -285,7 +285,7 @@ def narrow(edges: Edges) -> Edge:
 def test_a_body_that_has_no_room_is_refused_before_it_is_sent(narrow: Edge, fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One upload of a megabyte takes all bytes: the next, which may not wait for room, gets a 429 by its head, Retry-After, the
     first one still waits, and a small body is served. Planted: bodies that count as they come."""
-    monkeypatch.setattr(uploads, "ROOM_S", 0.0)
+    monkeypatch.setattr(uploads, "WAITS_S", (0.0,))
     if fault:
         monkeypatch.setattr(Claim, "grow", lambda claim, size: None)
     narrow.reset()
@@ -294,7 +294,7 @@ def test_a_body_that_has_no_room_is_refused_before_it_is_sent(narrow: Edge, faul
         with pytest.raises(TimeoutError) if fault else nullcontext():
             reply = second.recv(4096)
             assert reply.startswith(b"HTTP/1.1 429")
-            assert b"retry-after: 1" in reply
+            assert b"retry-after: 60" in reply
         first.settimeout(0.2)
         with pytest.raises(TimeoutError):
             first.recv(1)

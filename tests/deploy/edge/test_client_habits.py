@@ -5,9 +5,11 @@ import json
 from typing import Any
 
 import pytest
+import yaml
 from msgspec.structs import replace
 
 from deploy.edge.edge_settings import LimitSettings
+from deploy.edge.guards.uploads import WAITS_S
 from deploy.edge.openai.response_request import RESPONSES_READER
 from deploy.edge.openai.schemas import CHAT_READER, COMPLETION_READER
 from deploy.edge.serving import http_answer
@@ -15,6 +17,7 @@ from engine.errors import InvalidRequest
 from engine.front.grammar_check import QUEUE_S
 from tests.support.edge.api_client import error_of, user
 from tests.support.edge.http_edge import Edge
+from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
 
@@ -119,8 +122,21 @@ def test_events_have_no_line_ends_of_unicode(edge: Edge, monkeypatch: pytest.Mon
 
 
 def test_the_queue_is_shorter_than_proxies_wait() -> None:
-    """By default a refusal comes before the 60 s of proxies, the wait of a grammar's check counted."""
+    """By default a refusal comes before the 60 s of proxies, the wait of a grammar's check or of a large upload counted."""
     assert LimitSettings().queue_timeout_s + QUEUE_S < 60
+    assert LimitSettings().queue_timeout_s + sum(WAITS_S) < 60
+
+
+def kept_s(config: str) -> float:
+    return float(yaml.safe_load(config)["http_options"]["keep_alive_timeout_s"])
+
+
+def test_connections_are_kept_longer_than_proxies_use_them() -> None:
+    """For 75 s in every config; load balancers use one again for 60 s. Planted: 10 s, as once."""
+    configs = [path.read_text() for path in (ROOT / "deploy").glob("*.yaml")]
+    assert len(configs) > 5
+    assert min(map(kept_s, configs)) >= 75
+    assert kept_s(configs[0].replace("keep_alive_timeout_s: 75", "keep_alive_timeout_s: 10")) < 60
 
 
 @pytest.mark.parametrize("comment_s", [0.1, 0.0])

@@ -257,7 +257,7 @@ def test_a_server_answers_to_where_it_listens(monkeypatch: pytest.MonkeyPatch, l
 @pytest.mark.parametrize("parsed", [True, False])
 def test_a_body_counts_until_it_is_parsed(parsed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then there is room for another. Planted: one that nobody has parsed yet leaves none, which is a 429."""
-    monkeypatch.setattr(uploads_module, "ROOM_S", 0.0)
+    monkeypatch.setattr(uploads_module, "WAITS_S", (0.0,))
 
     async def main() -> None:
         uploads = Uploads(LimitSettings(body_bytes=1 << 20, upload_bytes=1 << 20))
@@ -301,7 +301,7 @@ def test_each_body_on_its_way_is_one() -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_body_waits_for_room_unread(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it is read before another's is parsed, and then all. Planted: without a wait it is refused."""
-    monkeypatch.setattr(uploads_module, "ROOM_S", 10.0 * waits)
+    monkeypatch.setattr(uploads_module, "WAITS_S", (10.0 * waits,))
 
     async def main() -> None:
         uploads = Uploads(LimitSettings(body_bytes=1 << 20, upload_bytes=1 << 20))
@@ -321,6 +321,99 @@ def test_a_body_waits_for_room_unread(waits: bool, monkeypatch: pytest.MonkeyPat
         assert uploads.coming.total == 0
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("in_line", [True, False])
+def test_room_goes_to_who_has_waited_longest(in_line: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three that wait for the room of one, one after another gets it. Planted: the newest gets it first."""
+    if not in_line:
+        monkeypatch.setattr(uploads_module, "list", lambda items: list(items)[::-1], raising=False)
+
+    async def main() -> list[int]:
+        uploads = Uploads(LimitSettings(body_bytes=1 << 20, upload_bytes=1 << 20))
+        first, order = Claim(uploads, "first"), list[int]()
+        first.grow(900_000)
+
+        async def come(number: int) -> None:
+            upload = Upload(Claim(uploads, str(number)))
+            await uploads.read(upload, client(600_000), 600_000)
+            order.append(number)
+            upload.claim.release()
+
+        coming = [asyncio.create_task(come(number)) for number in range(3)]
+        await asyncio.sleep(0.02)
+        assert not order
+        first.release()
+        await asyncio.gather(*coming)
+        return order
+
+    assert asyncio.run(main()) == ([0, 1, 2] if in_line else [2, 1, 0])
+
+
+@pytest.mark.parametrize("expects_word", [True, False])
+def test_a_client_that_expects_a_word_gets_none_before_there_is_room(expects_word: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server says `100 Continue` as soon as a body is read. Of one that comes anyway a piece is read while it waits."""
+    monkeypatch.setattr(uploads_module, "WAITS_S", (0.02, 0.02))
+
+    async def main() -> int:
+        uploads = Uploads(LimitSettings(body_bytes=1 << 20, upload_bytes=1 << 20))
+        Claim(uploads, "one").grow(1 << 20)
+        upload = Upload(Claim(uploads, "two"), expects_word)
+        piece: Message = {"type": "http.request", "body": b"x" * 1000, "more_body": True}
+
+        async def receive() -> Message:
+            return piece
+
+        with pytest.raises(Overloaded):
+            await uploads.read(upload, receive, 600_000)
+        return len(upload.body)
+
+    assert asyncio.run(main()) == (0 if expects_word else 1000)
+
+
+def test_who_has_no_room_hears_when_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second in line is told twice the time of the first, by what was freed while they waited; 5 s at least and 60 at most."""
+
+    async def seconds(freed: int) -> list[int]:
+        uploads = Uploads(LimitSettings(body_bytes=1 << 20, upload_bytes=1 << 20))
+        Claim(uploads, "one").grow(1 << 20)
+        reads = [asyncio.create_task(uploads.read(Upload(Claim(uploads, str(n))), never, 600_000)) for n in range(2)]
+        await asyncio.sleep(0.01)
+        uploads.freed(freed)
+        now = uploads._began + 10.0
+        found = [uploads._retry_s(room, now) for room in uploads._waiting]
+        for task in reads:
+            task.cancel()
+        await asyncio.wait(reads)
+        return found
+
+    assert asyncio.run(seconds(600_000)) == [10, 20]
+    assert asyncio.run(seconds(6_000_000)) == [5, 5]
+    assert asyncio.run(seconds(0)) == [60, 60]
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_client_that_looks_sends_little_in_vain(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a refused body nothing is read for a moment, in which the client stops. Planted: without the moment all is read."""
+    if not looks:
+        monkeypatch.setattr(limits, "LOOK_S", 0.0)
+    taken = 0
+
+    async def receive() -> Message:
+        nonlocal taken
+        await asyncio.sleep(0)
+        if taken and looks and time.monotonic() > ends:
+            return {"type": "http.disconnect"}
+        taken += 1 << 20
+        return {"type": "http.request", "body": b"", "more_body": taken < 50 << 20}
+
+    async def send(message: Message) -> None:
+        pass
+
+    ends = time.monotonic() + 0.3
+    unread = UnreadBody(send, is_held=True)
+    asyncio.run(unread.end(receive, 30.0))
+    assert taken == (1 << 20 if looks else 50 << 20)
 
 
 @pytest.mark.parametrize("size", [TEXT_BYTES, TEXT_BYTES + 1])
@@ -414,7 +507,7 @@ class GuardedStack:
 def test_the_guards_claim_lasts_until_the_application_ends_it(fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve takes a body from the guard at once: the guard still counts its media while they wait, and another upload is refused by
     its head, before it is sent. Planted: an application that does not find the guard's claim; then that is sent in vain."""
-    monkeypatch.setattr(uploads_module, "ROOM_S", 0.0)
+    monkeypatch.setattr(uploads_module, "WAITS_S", (0.0,))
     if fault:
         monkeypatch.setattr("deploy.edge.guards.limits.noted_claim", lambda: None)
 

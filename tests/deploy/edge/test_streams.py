@@ -187,6 +187,7 @@ def test_the_engines_end_is_one_error_event_on_every_stream(nano: Nano) -> None:
             assert "SIGKILL" not in reply, "which process died is not for clients"
         late = edge.post(CHAT, BODY)
         assert (late.status_code, late.headers["retry-after"]) == (503, "5")
+        assert edge.post("/tokenize", {"prompt": "Hi"}).status_code == 503
         for path in ("/health", "/health/live", "/health/ready"):
             assert edge.get(path).status_code == 503
         assert outcomes(edge) == ["dead"] * 8

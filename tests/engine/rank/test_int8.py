@@ -68,3 +68,6 @@ def test_values_are_the_folders(nano: Nano, tmp_path: Path) -> None:
     assert torch.equal(block.experts.down.values[2], tensors[f"{layer}experts.2.down_proj.weight"])
     assert torch.equal(block.experts.down.scale[2], tensors[f"{layer}experts.2.down_proj.weight_scale"])
     assert not torch.equal(block.experts.down.values[3], tensors[f"{layer}experts.2.down_proj.weight"])
+    scale = tensors[f"{layer}mlp.down_proj.weight_scale"]
+    assert torch.equal(block.mlp.down.weight, block.mlp.down.values * scale)
+    assert not torch.equal(block.mlp.down.weight, block.mlp.down.values * scale.roll(1, 0))

@@ -36,6 +36,8 @@ from engine.rank.stages.forward_stage import ForwardStage
 from engine.step_shapes import sequence_rows
 from kernels.allreduce import MappedCollectives, shared_bytes
 from kernels.fused_allreduce_norm import AllReduceInbox, Norms
+from kernels.launch import plain_torch
+from kernels.norm import norm_add, rms_norm
 from kernels.sequence_parallel import SequenceParallel, sum_norm
 from tests.bench.sequence_parallel import Mlps
 from tests.conftest import Nano
@@ -323,3 +325,22 @@ def interpreted_a_wait_ends_when_all_have_come_or_in_time() -> None:
     assert not errors[0][0]
     second.wait_for(0, 1, 0)
     assert errors[1][0]
+
+
+def interpreted_own_rows_are_normed_by_formula() -> None:
+    """The kernel adds each rank's parts and norms the sum, in fp32 to rounding, for every rank of three. Planted: another row's."""
+    torch.manual_seed(1)
+    parts, residual = torch.randn(3, 5, 40), torch.randn(5, 40)
+    norms, scalar = Norms(torch.randn(40), torch.randn(40)), torch.tensor(0.5)
+    assert norms.post is not None
+    assert norms.next_norm is not None
+    with plain_torch():
+        wanted = norm_add(residual, parts.sum(0), norms.post, 1e-6, scalar)
+        next_x = rms_norm(wanted, norms.next_norm, 1e-6)
+    for rank in range(3):
+        h, x = torch.empty(5, 40), torch.empty(5, 40)
+        others = torch.cat([parts[:rank], parts[rank + 1 :]])
+        sum_norm(parts[rank], others, rank, residual, norms, 1e-6, scalar, h, x)
+        for found, right in ((h, wanted), (x, next_x)):
+            assert (found - right).abs().max() < 1e-5
+            assert (found - right.roll(1, 0)).abs().max() > 1e-3

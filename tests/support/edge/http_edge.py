@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.edge.edge_settings import LimitSettings
+from deploy.edge.guards.http_protocol import UpgradeIgnored
 from deploy.edge.http.scope import request_id
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.media.media_preparer import MediaPreparer
@@ -184,7 +185,8 @@ class Edge:
         listener = socket.socket(proto=socket.IPPROTO_TCP)  # named: else asyncio leaves Nagle's algorithm on, and chunks 40 ms late
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
-        config = uvicorn.Config(with_ids(create_app(self.service)), lifespan="off", ws="none", log_level="critical", loop="asyncio")
+        served = with_ids(create_app(self.service))
+        config = uvicorn.Config(served, lifespan="off", ws="none", http=UpgradeIgnored, log_level="critical", loop="asyncio")
         self._server = server = uvicorn.Server(config)
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         running = asyncio.create_task(server._serve([listener]))
