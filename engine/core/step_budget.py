@@ -142,11 +142,13 @@ class StepBudget:
     def __init__(
         self, policy: Policy, rows: int, times: StepTimes | None, longest_ms: float | None, target_ms: float | None
     ) -> None:
-        measured = times is not None and times.prefills
         self._policy = policy
         self._rows = rows
-        self._times = times if measured else UNMEASURED
-        self._longest_ms = longest_ms if measured and longest_ms else math.inf
+        self._times = UNMEASURED
+        self._longest_ms = math.inf
+        if times is not None and times.prefills:
+            self._times = times
+            self._longest_ms = longest_ms or math.inf
         self._token_ms = target_ms or 0.0
         self._tokens = 1.0  # that a decode row gives in a step, on average
         self._slowed = 1.0  # what steps take relative to the times measured at boot
