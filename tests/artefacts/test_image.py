@@ -90,7 +90,7 @@ def log(image: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ray = folder / "ray"
     write_ray_head(ray)
     command = ["unshare", "--mount", "--net", "bash", str(SCRIPT), image, str(folder / "pod.yaml"), str(ray)]
-    done = subprocess.run(command, check=True, env=environ, stdout=subprocess.PIPE, text=True, timeout=500)
+    done = subprocess.run(command, check=True, env=environ, stdout=subprocess.PIPE, text=True, timeout=1000)
     return dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
 
 

@@ -60,7 +60,7 @@ def log(container: Path) -> dict[str, str]:
     wanted = container / "etc/systemd/system/multi-user.target.wants"
     wanted.mkdir(exist_ok=True)
     (wanted / "test.service").symlink_to("../test.service")
-    run(*NSPAWN, "--directory", str(container), timeout_s=400)
+    run(*NSPAWN, "--directory", str(container), timeout_s=1000)
     return dict(line.split(": ", 1) for line in (container / "log").read_text().splitlines())
 
 
