@@ -213,7 +213,6 @@ class Quartet:
                 await asyncio.wait_for(self._quotas.joined.wait(), JOIN_S)
 
     async def _share_adapters(self, sync: AdapterSync) -> None:
-        """Serve what other replicas have loaded, before the first request and from then on."""
         for _ in range(int(JOIN_S)):
             if await sync.sync():
                 break
@@ -221,7 +220,6 @@ class Quartet:
         self._syncing = asyncio.ensure_future(sync.run())
 
     def _start_heartbeats(self, exporter_url: str) -> HeartbeatSender | None:
-        """Register the exporter with discovery."""
         if self._registry is None:
             return None
         target = target_here(self._settings.name, exporter_url)
@@ -236,7 +234,6 @@ class Quartet:
             self._client.health()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Figures for the autoscaling policy."""
         return self._demand.figures()
 
     def _died(self, death: Death) -> None:

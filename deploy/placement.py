@@ -19,7 +19,6 @@ T = TypeVar("T")
 
 
 def place(settings: Settings) -> EngineConfig:
-    """Downloads what is not on this machine."""
     adapters = {name: str(adapter_folder(name, given)) for name, given in settings.adapters.items()}
     settings = msgspec.structs.replace(settings, adapters=adapters)
     return configure(settings, resolve(settings.model, settings.revision), resolve, has_gpus=bool(probe().gpus))
@@ -42,7 +41,7 @@ def _known(drafter: Path | None, _: str) -> Path:
 
 
 def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path], *, has_gpus: bool) -> EngineConfig:
-    """`drafter_of`: from the assistant's name to its folder. Adapters of the hub that are not on this machine are left out."""
+    """`drafter_of`: from the assistant's name to its folder."""
     for name in settings.names:
         if name in settings.adapters:
             raise ConfigError(f"adapters.{name}: clients call the model itself so")

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from dashboards.discovery import DiscoveryServer, HttpSdList, ReplicaRegistry, ScrapeTarget
 from dashboards.series import Counts
 from deploy import ray_private
-from deploy.edge.adapters.adapter_centre import AdapterCentre, AdapterEntry, AdapterList, Behind
+from deploy.edge.adapters.adapter_centre import AdapterCentre
 from deploy.edge.edge_settings import WILDCARDS, url_host
 from deploy.edge.keys.shared_use import SharedUse
 from deploy.settings import DiscoverySettings
@@ -61,24 +61,12 @@ class Discovery(ReplicaRegistry):
         return present is not None and not applications & present
 
     def url(self) -> str:
-        """The address of the http_sd list."""
         return self._server.url
 
     def ask(self, method: str, *args: object) -> object:
-        """A replica calls a method of SharedUse."""
-        return getattr(self._use, method)(*args)
-
-    def sync_adapters(self, replica: str, application: str, done: AdapterList, errors: dict[int, str]) -> AdapterList:
-        """As AdapterCentre."""
-        return self._adapters.sync_adapters(replica, application, done, errors)
-
-    def change_adapter(self, replica: str, application: str, done: AdapterList, name: str, folder: str | None) -> AdapterEntry:
-        """As AdapterCentre."""
-        return self._adapters.change_adapter(replica, application, done, name, folder)
-
-    def adapters_behind(self, replica: str, application: str, revision: int) -> Behind:
-        """As AdapterCentre."""
-        return self._adapters.adapters_behind(replica, application, revision)
+        """A replica calls a method of SharedUse or AdapterCentre."""
+        centre = self._use if hasattr(self._use, method) else self._adapters
+        return getattr(centre, method)(*args)
 
 
 def end_this_actor() -> None:

@@ -31,7 +31,6 @@ class RayCentre:
             raise CentreLost from error
 
     def tell(self, method: str, *args: object) -> None:
-        """Calls the method and waits for nothing."""
         if (actor := self.registry.actor) is not None:
             actor.ask.remote(method, self.replica, *args)
 

@@ -70,7 +70,9 @@ class LowRank(NamedTuple):
     def shrink(self, tile: Tile) -> "Shrunk":
         """Start A's product for the product's own kernel, with this tile."""
         check_contiguous(self.x, self.of_row, self.a)
-        n, (adapters, m, r), parts = self.x.shape[1], self.b.shape, len(self.ends)
+        n = self.x.shape[1]
+        adapters, m, r = self.b.shape
+        parts = len(self.ends)
         assert self.ends[-1] == m, (self.ends, self.b.shape)
         assert self.a.shape == (adapters, parts * r, n), (self.a.shape, self.b.shape, n)
         inner = _shrink_all(self.x, self.of_row, self.a, parts * r, tile.rows, _WIDTH, self.begun)
@@ -231,7 +233,8 @@ def _shrink(
     wait(PDL)
     if PDL and begun is not None:
         tl.atomic_add(begun, 1, sem="release")
-    first, share = tl.program_id(1) * WIDTH, tl.program_id(2)
+    first = tl.program_id(1) * WIDTH
+    share = tl.program_id(2)
     row = tl.program_id(0) // groups * ROWS + tl.arange(0, ROWS)
     own = tl.load(index + row, row < T, -1)
     adapter = _adapter(own, tl.program_id(0) % groups, _LAST)

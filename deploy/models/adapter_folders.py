@@ -1,9 +1,4 @@
-"""From what a config names as an adapter to its folder.
-
-    /a/folder              itself, as PEFT saves it
-    nano:<member>-polite   the embedded trained one of a nano model
-    <owner>/<name>         a Hugging Face hub id
-"""
+"""From what a config names as an adapter to its folder."""
 
 from pathlib import Path
 
@@ -15,7 +10,6 @@ _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def adapter_folder(name: str, given: str) -> Path:
-    """Downloads from the hub what is not in the cache. ConfigError says what is absent."""
     folder = local_adapter(name, given)
     if folder is not None:
         return folder
@@ -29,7 +23,7 @@ def adapter_folder(name: str, given: str) -> Path:
 
 
 def local_adapter(name: str, given: str) -> Path | None:
-    """Downloads nothing; None: the hub's cache lacks it. ConfigError: it is no folder, embedded adapter or hub id."""
+    """None: it is not in the hub's cache."""
     if given.startswith("/"):
         return Path(given)
     folders = {f"nano:{member}-{POLITE}": folder for member, folder in polite().items()}

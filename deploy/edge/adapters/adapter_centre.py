@@ -1,11 +1,4 @@
-"""Which adapters all replicas of an application serve besides the config's: one AdapterCentre for all, in an actor of its own.
-
-    replica --change--> AdapterCentre    an adapter was loaded or unloaded at that replica: the list has a new revision
-            --sync----> AdapterCentre    each second: what the replica has done; the answer is the list
-            --behind--> AdapterCentre    which replicas have not yet done a revision
-
-A centre that starts anew takes the list of the first replica that syncs.
-"""
+"""The adapters that replicas of an application serve besides the config's."""
 
 import time
 from collections.abc import Callable
@@ -17,15 +10,11 @@ MOST_NAMES = 2048  # of a list, unloaded ones included
 
 
 class AdapterEntry(NamedTuple):
-    """`folder`: None: unloaded."""
-
     revision: int
-    folder: str | None
+    folder: str | None  # None: unloaded
 
 
 class AdapterList(NamedTuple):
-    """`revision`: of the last change."""
-
     revision: int
     entries: dict[str, AdapterEntry]
 
@@ -33,9 +22,7 @@ class AdapterList(NamedTuple):
 EMPTY = AdapterList(0, {})
 
 
-class Behind(NamedTuple):
-    """Of a revision. `waiting`: replicas that have not done it; `error`: why one cannot."""
-
+class LateReplicas(NamedTuple):
     waiting: int
     error: str | None
 
@@ -54,14 +41,12 @@ class _Application:
 
 
 class AdapterCentre:
-    """`clock`: seconds, monotonic."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._applications: dict[str, _Application] = {}
 
     def sync_adapters(self, replica: str, application: str, done: AdapterList, errors: dict[int, str]) -> AdapterList:
-        """`done`: the list that the replica has brought about, but for the revisions in `errors`."""
+        """`done`: what the replica has brought about, without the revisions in `errors`."""
         found = self._found(application, done)
         found.replicas[replica] = _Replica(self._clock(), done.revision, errors)
         return found.wanted
@@ -69,7 +54,6 @@ class AdapterCentre:
     def change_adapter(
         self, replica: str, application: str, done: AdapterList, name: str, folder: str | None  # noqa: ARG002 - every method has it
     ) -> AdapterEntry:
-        """The replica has loaded an adapter by this name, or unloaded it."""
         found = self._found(application, done)
         entry = AdapterEntry(found.wanted.revision + 1, folder)
         entries = {known: each for known, each in found.wanted.entries.items() if known != name}
@@ -78,14 +62,14 @@ class AdapterCentre:
         found.wanted = AdapterList(entry.revision, {**entries, name: entry})
         return entry
 
-    def adapters_behind(self, replica: str, application: str, revision: int) -> Behind:
+    def late_adapters(self, replica: str, application: str, revision: int) -> LateReplicas:
         """Of the replicas other than this one."""
         found = self._found(application, EMPTY)
         now = self._clock()
         found.replicas = {name: each for name, each in found.replicas.items() if now - each.seen < SILENT_S}
         others = [each for name, each in found.replicas.items() if name != replica]
         errors = [each.errors[revision] for each in others if revision in each.errors]
-        return Behind(sum(each.done < revision for each in others), errors[0] if errors else None)
+        return LateReplicas(sum(each.done < revision for each in others), errors[0] if errors else None)
 
     def _found(self, application: str, done: AdapterList) -> _Application:
         found = self._applications.setdefault(application, _Application())

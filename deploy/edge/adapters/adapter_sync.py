@@ -1,13 +1,10 @@
-"""Keeps a replica's adapters those of all replicas (`adapter_centre.py`), and has its own loads and unloads reach the others.
-
-While the centre does not answer, a replica serves what it has. Without a centre, loads and unloads are of this replica alone.
-"""
+"""Has loads and unloads at a replica reach the others."""
 
 import asyncio
 import logging
 from typing import Any
 
-from deploy.edge.adapters.adapter_centre import EMPTY, AdapterEntry, AdapterList, Behind
+from deploy.edge.adapters.adapter_centre import EMPTY, AdapterEntry, AdapterList, LateReplicas
 from deploy.edge.adapters.adapter_registry import AdapterRegistry
 from deploy.edge.http.http_errors import DeadlineExceeded
 from deploy.edge.keys.replica_quotas import Centre, CentreLost
@@ -21,40 +18,37 @@ logger = logging.getLogger("ray.serve")
 
 
 class AdapterSync:
-    """`application`: whose replicas serve the same adapters."""
-
     def __init__(self, registry: AdapterRegistry, centre: Centre | None, application: str) -> None:
-        self._registry, self._centre, self._application = registry, centre, application
+        self._registry = registry
+        self._centre = centre
+        self._application = application
         self._done = EMPTY
         self._errors: dict[int, str] = {}
         self._changing = asyncio.Lock()
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
-        """As the registry's, at every replica. InvalidRequest: another replica cannot serve it, so none does."""
+        """As the registry's, at every replica."""
         folder = await self._registry.load(name, path, in_place=in_place)
         if self._centre is None:
             return
-        behind = await self._spread(name, folder)
-        if behind.error is not None:
+        late = await self._spread(name, folder)
+        if late.error is not None:
             self._registry.unload(name)
             await self._spread(name, None)
-            raise InvalidRequest(f"another replica: {behind.error}", param="lora_path")
+            raise InvalidRequest(f"another replica: {late.error}", param="lora_path")
 
     async def unload(self, name: str) -> None:
-        """As the registry's, at every replica."""
         self._registry.unload(name)
         if self._centre is not None:
             await self._spread(name, None)
 
     async def run(self) -> None:
-        """Each second do what other replicas did."""
         while True:
             await self.sync()
             await asyncio.sleep(PERIOD_S)
 
     async def sync(self) -> bool:
-        """Do what other replicas did since the last call; False: the centre does not answer. An adapter that this replica cannot
-        load is logged, and not tried again."""
+        """Do what other replicas did; False: the centre does not answer."""
         try:
             wanted: AdapterList = await self._ask("sync_adapters", self._done, self._errors)
             if wanted.revision > self._done.revision:
@@ -85,20 +79,19 @@ class AdapterSync:
             self._errors[entry.revision] = str(error)
             logger.warning("adapter %s, which another replica serves, is not served here: %s", name, error)
 
-    async def _spread(self, name: str, folder: str | None) -> Behind:
-        """Tell the centre, and wait for the others. DeadlineExceeded: they have not done it in time, or the centre is lost."""
+    async def _spread(self, name: str, folder: str | None) -> LateReplicas:
         try:
             async with self._changing:
                 entry: AdapterEntry = await self._ask("change_adapter", self._done, name, folder)
                 self._done = AdapterList(self._done.revision, {**self._done.entries, name: entry})
             for _ in range(int(SPREAD_S / LOOK_S)):
-                behind: Behind = await self._ask("adapters_behind", entry.revision)
-                if behind.error is not None or not behind.waiting:
-                    return behind
+                late: LateReplicas = await self._ask("late_adapters", entry.revision)
+                if late.error is not None or not late.waiting:
+                    return late
                 await asyncio.sleep(LOOK_S)
         except CentreLost as error:
             raise DeadlineExceeded(f"The other replicas did not hear of adapter '{name}': it changed at this one alone.") from error
-        raise DeadlineExceeded(f"{behind.waiting} other replicas have not changed adapter '{name}' within {SPREAD_S:.0f} s.")
+        raise DeadlineExceeded(f"{late.waiting} other replicas have not changed adapter '{name}' within {SPREAD_S:.0f} s.")
 
     async def _ask(self, method: str, *args: object) -> Any:
         assert self._centre is not None, "only a replica with a centre asks one"

@@ -43,7 +43,7 @@ class Service:
     """One served model. `keys`: without them anybody may ask; what comes of them goes to `sink`. `tracer`: none unless configured.
 
     `metrics`: content type of their page, and what makes it; None: this port does not have it. `rank_links`: where adapters may
-    be loaded later; `centre`: through which they reach the other replicas of the application.
+    be loaded later.
 
     `jobs` makes what goes to the engine, `admission` lets it in; `open` counts choices from their submission to the last byte of
     their answer. `about`: what a client on this machine may know.

@@ -7,7 +7,6 @@ TRAINED = Path(__file__).parent / "trained"  # a checkpoint folder a member
 
 
 def polite() -> dict[str, Path]:
-    """The folder of each adapter, by its member."""
     return {member: TRAINED / member / POLITE for member in trained() if (TRAINED / member / POLITE).is_dir()}
 
 
