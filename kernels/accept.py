@@ -1,10 +1,9 @@
 """Accepts draft tokens and makes a drafter's inputs, after a step's sampling.
 
     sampled   s_0 s_1 .. s_W      s_i is the target's token after the row's input and draft tokens d_1 .. d_i
-    accepted  s_0 .. s_a          a: the first i with s_i != d_{i+1}, or W; less if an earlier one is a stop id or has no token
+    accepted  s_0 .. s_a          a: the first i with s_i != d_{i+1}, or W; less after a stop id or a missing token
 
-This is exact at every temperature, since a token's noise depends only on seed, position and id. The
-sequence's length grows by a.
+This is exact at every temperature: a token's noise depends only on seed, position and id.
 """
 
 from typing import NamedTuple
@@ -31,8 +30,6 @@ class DraftInputs(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Sequences of `width` consecutive sampled rows."""
-
     chosen: Tensor  # int32 [n * width, 2]: token and flags (`kernels.choose`)
     ids: Tensor  # int32 [n * width]: inputs
     slots: Tensor
@@ -42,10 +39,9 @@ class Verified(NamedTuple):
 
 
 def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: DraftInputs) -> Tensor:
-    """int32 [m], for each row of `out`: accepted tokens, 1 to width; 0: padding. Fills `out`.
+    """Fills `out`; returns int32 [m], each row's accepted tokens, 1 to width; 0 for padding.
 
-    stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by one less. padding: slot of
-    padding rows.
+    stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by one less.
     """
     width, count = rows.width, len(out.ids)
     sequences = len(rows.chosen) // width

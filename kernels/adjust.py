@@ -77,7 +77,6 @@ def count_accepted(
 
 
 def _reference(logits: Tensor, batch: SamplingBatch, tables: SlotAdjustments, plan: Tensor, first: int) -> Tensor:
-    """int32 [R], 1: the row is adjusted."""
     slots = batch.slots.long()
     flags, masked = tables.flags[slots], tables.mask_rows[slots, 0] == plan[batch.step]
     masks = tables.mask_rows[slots, 1] + torch.arange(len(slots), device=slots.device) % batch.width
@@ -124,7 +123,7 @@ def _completing(tables: SlotAdjustments, slot: int, generated: list[int]) -> lis
 
 
 def _bits(words: Tensor, first: int, n: int) -> Tensor:
-    """bool [n]: bits of ids first .. first + n - 1; the first int32 word has the bit of `first`."""
+    """bool [n]: bits of ids from `first` on; the first int32 word has the bit of `first`."""
     bits = words[:, None].bitwise_right_shift(torch.arange(32, device=words.device)).bitwise_and(1).bool().flatten()
     return bits[first % 32 : first % 32 + n]
 
@@ -152,7 +151,7 @@ def _ban(line, entry, here):
 
 @triton.jit
 def _with_inputs(bits, ids, history, position, index, counted):
-    """Counts of `ids` with the inputs of the slot's first `index` + 1 rows that `counts` lacks."""
+    """Counts of `ids`, with the slot's first `index` + 1 inputs."""
     generated = bits & _MOST
     for back in range(index + 1):
         came = tl.load(history + position - back, position - back >= counted, -1)
@@ -167,7 +166,7 @@ def _adjust(
     N: constexpr, PART: constexpr, CAP: constexpr, BIASES: constexpr, WORD_IDS: constexpr, WORDS: constexpr, MASK_WORDS: constexpr,
     WIDE: constexpr, STEP: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One row's part of this rank's ids. Each entry of the counts belongs to one part."""
+    """One row's part of this rank's ids."""
     trigger(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * PART

@@ -5,9 +5,8 @@
 
     mapped memory     flag 0 | flag 1 | ... (a 64-byte line each) | even: slot 0, slot 1, ... | odd: slot 0, slot 1, ...
 
-Rank i's round r: write slot i of half r % 2, set flag i = r, wait until every flag >= r, read all
-slots of that half. A rank writes round r over r - 2's half after every flag reached r - 1, so every
-rank has read round r - 2.
+Round r: write slot i of half r % 2, set flag i = r, wait until every flag >= r, read that half.
+Round r overwrites round r - 2, which all flags of r - 1 prove read.
 """
 
 import os
@@ -29,11 +28,10 @@ def shared_bytes(ranks: int) -> int:
 
 
 class MappedCollectives:
-    """One rank's end of `shared_bytes(size)` bytes; longer messages are sent in pieces. Sums are of
-    fp32 or bf16.
+    """One rank's end of `shared_bytes(size)` bytes, for fp32 and bf16.
 
-    Every rank must make the same calls with equal shapes and dtypes. TimeoutError names a rank that
-    is missing for `timeout_s`.
+    Every rank makes the same calls with equal shapes and dtypes. TimeoutError names a rank that is
+    missing for `timeout_s`.
     """
 
     def __init__(self, memory: memoryview, rank: int, size: int, timeout_s: float) -> None:
@@ -65,8 +63,7 @@ class MappedCollectives:
         return gathered.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
 
     def exchange_rows(self, x: Tensor) -> Tensor:
-        """`[rows, n]` of every rank -> `[size, rows / size, n]`: every rank's rows r with r mod
-        size = rank."""
+        """`[rows, n]` of every rank -> `[size, rows / size, n]`: the rows r with r mod size = rank."""
         return self.all_gather(x).unflatten(1, (self.size, -1))[self.rank :: self.size].transpose(0, 1).contiguous()
 
     def peer_memory(self, _size: int) -> None:
@@ -84,7 +81,7 @@ class MappedCollectives:
         return half
 
     def _wait(self) -> None:
-        """Wait until every flag has reached this round: yield a few times, then sleep."""
+        """Poll a few times, then sleep between polls."""
         deadline = 0.0
         polls = 0
         for rank in range(self.size):

@@ -43,7 +43,6 @@ def head_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def _launch(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Without weight and rotation, pass x for them."""
     check_contiguous(x)
     (rows, heads, d), out = x.shape, torch.empty_like(x)
     launch(
@@ -58,7 +57,6 @@ def _norm_axial_rope(
     x, weight, cos, sin, out, count,
     HEADS: constexpr, D: constexpr, BLOCK: constexpr, ROWS: constexpr, EPS: constexpr, ROTATED: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """ROWS heads."""
     trigger(PDL)
     QUARTER: constexpr = D // 4
     row, dim = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)

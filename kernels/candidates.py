@@ -1,8 +1,8 @@
 """The token of a row with a small top_k, perhaps with top_p and min_p, from a few ids of each rank.
 
     s_i          cap(l_i) / temperature; order: s descending, equal values by ascending id
-    candidates   the best SMALL_TOP_K ids of this rank's slice, which contain all that top_k keeps
-    choose       of all ranks' candidates: the k best, of those what top_p and min_p keep, of those the argmax of s_i + g_i
+    candidates   the best SMALL_TOP_K ids of this rank's slice
+    choose       of all candidates the k best, of those what top_p and min_p keep, of those the argmax of s_i + g_i
 
 The k best ids are in the k blocks with the largest values, so only these are read.
 """
@@ -44,8 +44,9 @@ def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) -> Tensor:
-    """logits fp32 [R, n] of ids first .. first + n - 1 and `block_peaks` -> fp32 [R, SMALL_TOP_K,
-    2]: s and id, ids ascending, -inf if fewer. Skips rows without a small top_k."""
+    """logits fp32 [R, n] of ids from `first` on, and `block_peaks` -> fp32 [R, SMALL_TOP_K, 2]: s and
+    id, ids ascending, -inf if fewer.
+    """
     (rows, n), (_, blocks), parameters = logits.shape, peaks.shape, batch.parameters
     best = logits.new_empty((rows, SMALL_TOP_K, 2), dtype=torch.float32)
     count = min(SMALL_TOP_K, n)
@@ -67,8 +68,9 @@ def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) 
 
 
 def choose_candidates(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
-    """best fp32 [R, n, 2]: `candidates` of every rank. Writes tokens to chosen int32 [R, 2] and
-    after the rows' inputs, except where a flag is set."""
+    """best fp32 [R, n, 2]: all ranks' `candidates`. Writes unflagged tokens to chosen int32 [R, 2] and
+    after the rows' inputs.
+    """
     check_contiguous(best)
     rows, count, _ = best.shape
     if not enabled(best):
@@ -119,7 +121,6 @@ def kth_order(orders, count):
 
 @triton.jit
 def _in_top_k(orders, count):
-    """Whether each is among the `count` highest; of equal ones the first."""
     key = kth_order(orders, count)
     over, equal = (orders > key).to(tl.int32), (orders == key).to(tl.int32)
     return (over > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= count - tl.sum(over, 0)))

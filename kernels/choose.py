@@ -1,5 +1,4 @@
-"""Greedy and plain sampling over a vocabulary cut across ranks, in two launches, without gathering
-logits.
+"""Greedy and plain sampling over a vocabulary cut across ranks, without gathering logits.
 
     local_best    for each row and part of this rank's slice the largest of
                       l_i                                if the row is greedy
@@ -35,8 +34,7 @@ _PROGRAMS = 16  # a processor's: one waits for its part, block after block, and 
 class ArgmaxInbox(Inbox):
     """One rank's inbox of `choose_best`, of `bytes(...)` bytes. errors: as in `AllReduceInbox`.
 
-    One buffer is enough: a rank writes its next choice after the next step's sums, which every rank
-    joins only after reading this choice.
+    One buffer is enough, since every rank joins the next step's sums only after reading this choice.
     """
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, errors: Tensor) -> None:
@@ -49,14 +47,14 @@ class ArgmaxInbox(Inbox):
 
 
 def parts_of(vocabulary: int, rows: int, processors: int) -> int:
-    """Parts of each row's slice: a power of two, at least _PART ids each."""
     parts = max(1, min(_PROGRAMS * processors // rows, vocabulary // _PART, 64))
     return 1 << (parts.bit_length() - 1)
 
 
 def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> Tensor:
-    """logits fp32 [R, n] of ids first .. first + n - 1, before the cap unless `batch.capped` ->
-    fp32 [R, parts, 4]. Overwrites forbidden logits with -inf."""
+    """logits fp32 [R, n] of ids from `first` on, before the cap unless `batch.capped` -> fp32 [R,
+    parts, 4]. Overwrites forbidden logits with -inf.
+    """
     (rows, n), parameters, suppress = logits.shape, batch.parameters, batch.suppress
     if not enabled(logits):  # in one part
         slots, ahead = batch.slots.long(), batch.positions.long() + 1
@@ -88,7 +86,7 @@ def choose_best(
     """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags; token 0 with a NaN, or if
     every id is forbidden. Also writes the token after the row's input.
 
-    inbox None: `best` has all ranks' parts. stages: send and receive, apart for the interpreter.
+    inbox None: `best` has all ranks' parts. stages: the interpreter runs send and receive apart.
     """
     if not enabled(best):
         assert inbox is None, "only kernels write into other ranks' memory"
@@ -115,8 +113,7 @@ def choose_best(
 
 
 def scaled(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    """Logits fp32 [n, m] of the batch's rows int64 [n] -> capped unless they are, and divided by
-    temperature; -inf stays."""
+    """Logits fp32 [n, m] of the batch's rows int64 [n] -> capped and divided by temperature."""
     soft = cap(logits, batch.softcap)
     if batch.capped is not None:
         soft = torch.where(batch.capped[rows, None] != 0, logits, soft)
@@ -125,15 +122,15 @@ def scaled(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
 
 
 def with_small_top_k(batch: SamplingBatch) -> Tensor:
-    """bool [R]: rows whose token `kernels.candidates` decides."""
     slots = batch.slots.long()
     top_k = batch.parameters.integers[slots, 1]
     return (top_k > 0) & (top_k <= SMALL_TOP_K) & (batch.parameters.floats[slots, 0] >= GREEDY_BELOW)
 
 
 def filtered(values: Tensor, ids: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    """int32 [n]: tokens of rows int64 [n], from scaled logits `values` fp32 [n, m] of ids int64 [n,
-    m], which ascend among equal logits."""
+    """int32 [n]: tokens of rows int64 [n], from scaled logits fp32 [n, m] of ids int64 [n, m],
+    ascending among equal logits.
+    """
     slots = batch.slots[rows].long()
     seeds, top_k, _ = batch.parameters.integers[slots].unbind(1)
     _, top_p, min_p = batch.parameters.floats[slots].unbind(1)
@@ -212,7 +209,6 @@ def _local_best(
 
 @triton.jit
 def _first_best(values, ids, bad):
-    """(value, id, bad) of the largest value; equal values: the lowest id."""
     top = tl.max(values, 0)
     return top, tl.min(tl.where(values == top, ids, float("inf")), 0), tl.max(bad, 0)
 

@@ -28,7 +28,8 @@ class StepRows(NamedTuple):
 
 class ResultInputs(NamedTuple):
     """Rows that give results, `width` a sequence: rows int64 [R] of the step, slots and positions
-    int32 [R]. A chunk's others, and rows after the last, are padding, at position -1."""
+    int32 [R]; position -1: padding.
+    """
 
     rows: Tensor
     slots: Tensor
@@ -39,8 +40,7 @@ def chunk_inputs(
     plan: Tensor, layout: PlanLayout, tokens: Tensor, padding: int, rows: StepRows, prompts: int, chunks: Tensor,
     results: ResultInputs, width: int = 1,
 ) -> None:  # fmt: skip
-    """Fill rows [0, prompts) of the step, the list `chunks` int32 [n + 1, 4] of a plan of at most n
-    chunks, and `results`.
+    """Fill rows [0, prompts) of the step, the list `chunks` int32 [n + 1, 4], and `results`.
 
     tokens int32 [slots, max_len + ..];  padding: slot of padding rows;  width: decode rows of a sequence, after `prompts`
     """
@@ -72,9 +72,7 @@ def chunk_inputs(
 
 
 def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
-    """The list `chunks` of at most `rows` rows, cut into tiles of up to `tokens` queries -> a list
-    int32 [m, 4].
-    """
+    """Cut `chunks` into tiles of up to `tokens` queries: a list int32 [m, 4]."""
     # Longest tiles first, to fill the last wave, but before them every fourth, shortest first: CTAs that read the same keys at once
     # wait for the same L2 lines (H200: 1.88 ms a layer, 1.97 by length alone).
     tiles = chunks.new_empty((rows // tokens + len(chunks), 4), dtype=torch.int32)

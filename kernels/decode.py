@@ -32,13 +32,11 @@ class DecodeTile:
     pairs: int = 0  # where K is V times a weight before rotation, only these pairs of K are read; 0: all
 
     def shared_bytes(self, d: int) -> int:
-        """Bytes for the pipeline of K and V, q, and layout changes, at two bytes a number."""
         return 2 * (self.stages - 1) * self.keys * ((2 * self.pairs or d) + d // self.values) + 4 * 16 * d
 
 
 class DecodeScratch:
-    """Device memory for `decode_attention`, zeroed once and left zeroed; consecutive launches may
-    share it. max_rows and max_parts: most rows, and rows x splits, of a launch."""
+    """Device memory for `decode_attention`, zeroed once and left zeroed; consecutive launches share it."""
 
     def __init__(self, max_rows: int, heads: int, kv_heads: int, head_dim: int, max_parts: int, device: torch.device) -> None:
         self.max_rows, self.max_parts = max_rows, max_parts
@@ -53,8 +51,9 @@ _MOST_VALUES = 8
 
 
 def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
-    """Splits along the keys for a bucket of `rows` rows of at most `pages` pages, fitted to an H200
-    (tests/bench/attention.py)."""
+    """Splits along the keys for `rows` rows of at most `pages` pages, fitted to an H200
+    (tests/bench/attention.py).
+    """
     most, heads = min(pages, 33), rows * kv_heads
     # A multiprocessor holds three CTAs: fill all, or two thirds where rows or heads are many.
     if head_dim <= 256:
@@ -76,8 +75,7 @@ def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: in
 
 @cache
 def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int, shared: int, pairs: int = 0) -> DecodeTile:
-    """The fastest measured cut for a head dim, page size, rows x KV heads x splits, and most pages
-    of a split (tests/bench/attention.py).
+    """The fastest measured cut (tests/bench/attention.py). pages: the most of a split.
 
     itemsize, shared: bytes of a number, and of a CTA's shared memory.
     """

@@ -5,10 +5,10 @@
     `_count` (block of assignments)        how many of it chose each expert; where there are several blocks
     `_group` (expert, block)               sorts assignments by expert and cuts each expert's into row tiles
     `_grouped` (block of columns, tile)    the product of a row tile; gate and up first, then down
-    `_combine` (token, block of n)         the weighted sum of a token's rows
+    `_combine` (token, block of n)         the weighted sum of a token's rows, in fp32 in the order of k
 
-An *assignment* is one of a token's top_k choices. The weighted sum is fp32 in the order of k, with
-one cast. y follows the dense branch's output, so that one fused norm takes both.
+An *assignment* is one of a token's top_k choices. y follows the dense branch's output, so that one
+fused norm takes both.
 """
 
 import math
@@ -65,8 +65,7 @@ def _combined(parts: Tensor, position: Tensor | None, weights: Tensor, dense: Pe
 
 
 class ExpertAdapters(NamedTuple):
-    """`kernels.lora`'s a, b and ends of a matrix of experts; a pair's index is expert * adapters +
-    adapter."""
+    """`kernels.lora`'s a, b and ends; a pair's index is expert * adapters + adapter."""
 
     a: Tensor
     b: Tensor
@@ -85,7 +84,6 @@ class AdaptedRows(NamedTuple):
 def adapted_experts(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: Matrix, dense: PendingTensor, adapted: AdaptedRows
 ) -> Tensor:
-    """`experts` with the rows' adapters."""
     pair, last = packed_matrix(gate_up), packed_matrix(down)
     if not enabled(x):
         total = torch.zeros_like(x, dtype=torch.float32)
@@ -140,8 +138,7 @@ TABLE = (
 
 @cache
 def choose(assignments: int, count: int, shared: int, load: Load = "plain") -> tuple[Tile, Tile]:
-    """Tiles of the gated product and of down, of equal rows; `shared`: bytes of a block's shared
-    memory."""
+    """Tiles of the gated product and of down, of equal rows."""
     up, down = next(tiles for mean, *tiles in TABLE if assignments <= mean * count)
     return fit(up, True, shared, load), fit(down, False, shared, load)
 
@@ -194,9 +191,9 @@ def _group(
 ):  # fmt: skip
     """One expert's assignments of a block, ascending, after those of earlier experts and blocks.
 
-    Fills `order`, and each one's place in `position`. The first block also fills the expert's row
-    tiles (expert, first, end), the last expert the `slots` with empty tiles. counts [blocks,
-    EXPERTS]; None: one block.
+    Fills `order` and its inverse `position`. The first block also fills the expert's row tiles
+    (expert, first, end), the last expert empties the other `slots`. counts [blocks, EXPERTS]; None:
+    one block.
     """
     trigger(PDL)
     expert, block = tl.program_id(0), tl.program_id(1)
@@ -236,7 +233,6 @@ def _grouped(
     M: constexpr, K: constexpr, TOP: constexpr, GROUP: constexpr, GATED: constexpr, SINGLE: constexpr, SWAP: constexpr,
     BM: constexpr, BN: constexpr, BK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of a row tile."""
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     at_tile = tl.program_id(1)
     lane = tl.arange(0, BK)[None, :]

@@ -36,8 +36,8 @@ class ScaledRows(NamedTuple):
 
 def scaled_rows(logits: Tensor, batch: SamplingBatch, rank: int, vocabulary: int) -> ScaledRows:
     """logits fp32 [ranks, rows, n]: every rank's slice of this rank's rows, from
-    `kernels.choose.local_best`. Skips unfiltered rows. `batch`: all rows. Columns from `vocabulary`
-    on are padding."""
+    `kernels.choose.local_best`. Columns from `vocabulary` on are padding.
+    """
     (ranks, rows, n), parameters = logits.shape, batch.parameters
     check_contiguous(logits)
     blocks = cdiv(vocabulary, BLOCK_IDS.value)
@@ -140,7 +140,6 @@ def _scale(
 
 @triton.jit
 def _load_blocks(line, listed, start, count, V: constexpr):
-    """(ids, values) [_TILE, BLOCK_IDS] of listed blocks from `start` on; -inf after the list's end."""
     entry = start + tl.arange(0, _TILE)
     block = tl.load(listed + entry, entry < count, 0)
     ids = block[:, None] * BLOCK_IDS + tl.arange(0, BLOCK_IDS)[None, :]

@@ -5,15 +5,14 @@
     h = s * scale                                           the first fused norm: an embedding has no residual and no norm
     x = rms_norm(h; next_norm)
 
-**Over ranks** (`AllReduceInbox`): a rank writes its part into every peer's inbox, then reads its
-own. The data is its own flag: an empty inbox holds -0.0, which parts write as +0.0. There is no
-barrier:
+**Over ranks** (`AllReduceInbox`) there is no barrier. A rank writes its part into every peer's inbox,
+then polls its own: an empty inbox holds -0.0, which parts write as +0.0.
 
     call k     write part k to the peers | wait for all parts k | read them, put -0.0 back | h, x
     call k+1   begins after k on every rank, so no rank writes k+1 before it has read all of k
 
-An inbox has five buffers, two for a forward's first two calls and three in turn for the rest, so
-that forwards of any number of calls never meet in one.
+Five buffers, two for a forward's first two calls and three in turn for the rest, keep forwards of
+any number of calls apart.
 
 **Sharded**, for many rows on more than two ranks: rank i sums and norms rows r with r mod n = i,
 keeps their residual, and sends x to all ranks, or h without a next norm.
@@ -42,8 +41,6 @@ _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inb
 
 
 class Norms(NamedTuple):
-    """Weights [n]."""
-
     post: Tensor | None
     next_norm: Tensor | None  # None: no x
     halves: tuple[Tensor, Tensor] | None = None  # a norm for each of two parts
@@ -51,7 +48,7 @@ class Norms(NamedTuple):
 
 
 class Inbox:
-    """One rank's end of `memories`, one a rank, writable by all, for at most `rows` rows."""
+    """One rank's end of `memories`, writable by all ranks."""
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, dtype: torch.dtype) -> None:
         self.rank, self.size, self.rows = rank, len(memories), rows
@@ -81,7 +78,6 @@ class AllReduceInbox(Inbox):
 
     @torch.inference_mode()
     def wait_at_most(self, seconds: float) -> None:
-        """Set how long kernels, captured ones too, wait for a part."""
         self.errors[1] = min(int(1000 * seconds), 2**31 - 1)
 
     @property
@@ -90,7 +86,6 @@ class AllReduceInbox(Inbox):
 
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
-        """Each buffer has a part of each rank, and the rows that a sharded fused norm sends."""
         return BUFFERS * (size + 1) * rows * width * dtype.itemsize
 
     def begin(self) -> "AllReduceInbox":
@@ -106,8 +101,6 @@ class AllReduceInbox(Inbox):
 
 @dataclass(frozen=True)
 class InboxPart:
-    """A part that its product has already written to the peers' inboxes."""
-
     peers: AllReduceInbox
     buffer: int
 
@@ -123,9 +116,9 @@ def fused_allreduce_norm(
 ) -> tuple[Tensor, Activations | None]:
     """part [T, n], or [T, 2 n] for two parts -> (h [T, n], x [T, n] or None), in part's dtype.
 
-    With `peers`, part is this rank's, otherwise the whole sum, perhaps as [parts, T, n]
-    (`kernels.linear.linear_parts`). residual [T, n]; None: h = s * scale. scalar [1]. If peers
-    shard the rows, h has only this rank's, and the next fused norm must get it unchanged.
+    With `peers`, part is this rank's; otherwise the whole sum, perhaps as [parts, T, n]
+    (`kernels.linear.linear_parts`). residual [T, n]; None: h = s * scale. If peers shard the rows, h
+    has only this rank's, and the next fused norm must get it unchanged.
     """
     buffer, stages = 0, _ONE_SHOT
     if isinstance(part, InboxPart):
@@ -169,8 +162,7 @@ def _launch(
     buffer: int,
     stages: tuple[bool, ...] = _ONE_SHOT,
 ) -> None:
-    """Run some `stages`: not all if the product has sent the part; one by one under the
-    interpreter, which runs ranks in turn."""
+    """Run some `stages`: fewer if the product has sent the part, one at a time under the interpreter."""
     rows, n = h.shape
     size, inbox_rows, width = (1, 0, 0) if peers is None else (peers.size, peers.rows, peers.width)
     group = (None, None, None, 0) if peers is None else (peers.pointers, peers.inbox, peers.errors, peers.rank)
@@ -188,8 +180,7 @@ def _launch(
 
 
 def row_warps(n: int, dtype: torch.dtype) -> int:
-    """At most one warp for a warp's worth of words: if two polled one word, one could read it
-    before the other saw it."""
+    """At most one warp for a warp's worth of words: two warps must not poll the same word."""
     words = next_power_of_2(n) * dtype.itemsize // 4
     return max(1, min(8 if n > 2048 else 4, words // 32))
 
@@ -224,8 +215,9 @@ def inboxes_of(pointers, dtype: constexpr, SIZE: constexpr):
 
 @triton.jit
 def send(bits, inboxes, offset, lane, live, SIZE: constexpr, EMPTY: constexpr):
-    """Write bits to elements `offset + lane` of every inbox. A separate `offset` keeps the lanes'
-    offsets 32 bits wide."""
+    """Write bits to elements `offset + lane` of every inbox. The separate `offset` keeps lanes 32 bits
+    wide.
+    """
     sent = without_negative_zero(bits, EMPTY)
     for peer in tl.static_range(SIZE):
         tl.store(inboxes[peer] + offset + lane, sent, live)
@@ -233,8 +225,7 @@ def send(bits, inboxes, offset, lane, live, SIZE: constexpr, EMPTY: constexpr):
 
 @triton.jit
 def _negative_zeros(bits, EMPTY: constexpr):
-    """EMPTY where a value is -0.0, else 0. EMPTY is the sign bit of each value in `bits`: one, or
-    two of 16 bits."""
+    """EMPTY where a value is -0.0, else 0: the sign bit of each of the one or two values in `bits`."""
     # Adding all ones to the rest of -0.0 does not carry into the sign.
     return bits & EMPTY & ~((bits & ~EMPTY) + ~EMPTY)
 
@@ -246,8 +237,9 @@ def without_negative_zero(bits, EMPTY: constexpr):
 
 @triton.jit
 def polled(polls, deadline, errors):
-    """(now, deadline) after one more poll. `deadline` is 0 at first and negative once the wait is
-    over. About every ms it reads the clock and the error flag, so nothing waits after a failure."""
+    """(now, deadline) after one more poll; deadline 0: not begun, negative: over. About every ms it
+    reads the clock and the error flag.
+    """
     LOOK: constexpr = 1 if INTERPRET else 1024
     polls += 1
     if polls % LOOK == 0:

@@ -4,8 +4,8 @@ Programmatic dependent launch (PDL, from sm_90): a kernel's CTAs may start while
 runs. Such a kernel declares `PDL: constexpr` and calls
 
     wait(PDL)      blocks until all earlier kernels of the stream have ended and their writes are visible. Every CTA calls it before
-                   its end, so completion is transitive. If the previous kernel triggers after its own wait, the next may read,
-                   before its wait, what was written before that kernel (`kernels.verify`)
+                   its end. If the previous kernel triggers after its own wait, the next may read, before its wait, what was written
+                   before that kernel (`kernels.verify`)
     trigger(PDL)   the next kernel may start once every CTA of this one has called it or ended
 
 A kernel without `PDL` is launched without the attribute, so it cannot end before its predecessors.
@@ -34,7 +34,6 @@ def cdiv(n: int, by: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of 2 that is at least n; 1 for 0."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -90,8 +89,9 @@ PendingTensor = Callable[[], Tensor]  # makes the current stream wait for it, an
 
 
 def enabled(x: OnDevice) -> bool:
-    """Whether Triton kernels take `x`: on a GPU, under the interpreter, or on meta while launches
-    are listed; never in `plain_torch`."""
+    """Whether Triton kernels take `x`: on a GPU, under the interpreter, or on meta in `recorded`;
+    never in `plain_torch`.
+    """
     return not _launcher.plain and (x.is_cuda or INTERPRET.value or (x.is_meta and _launcher.target is not None))
 
 
@@ -134,15 +134,15 @@ def launch(
 
 
 def compiler_options(choices: dict[str, Any]) -> dict[str, Any]:
-    """A launch's options in Triton's words. Multiply-adds are always fused: from 3.9 on Triton
-    warns that its default will change."""
+    """A launch's options in Triton's words. Multiply-adds are fused: from 3.9 on Triton warns otherwise."""
     options = {"num_warps": choices["warps"], "num_stages": choices["stages"], "maxnreg": choices["registers"]}
     return {**options, "launch_pdl": choices.get("PDL", False), "enable_fp_fusion": True}
 
 
 def on_second_stream(run: Callable[[], Tensor], x: OnDevice) -> PendingTensor:
-    """Run `run`, which reads `x`, on a second stream after all launches so far; on a CPU at once.
-    Call the returned function for the result before `x` is freed."""
+    """Run `run`, which reads `x`, on a second stream; on a CPU at once. The returned function gives the
+    result; call it before `x` is freed.
+    """
     if not x.is_cuda:
         result = run()
         return lambda: result
@@ -167,8 +167,9 @@ def processors(device: torch.device) -> int:
 
 @contextmanager
 def recorded(recorder: Callable[..., None], target: tuple[int, int] | None, processors: int) -> Iterator[None]:
-    """`recorder` gets kernel, grid, arguments, and constexprs with options. With a `target`
-    (compute capability) nothing starts, and ops on meta tensors choose as on such a GPU."""
+    """`recorder` gets each launch. With a `target` (compute capability) nothing starts, and ops on meta
+    tensors choose as on such a GPU.
+    """
     assert _launcher.recorder is None, "a recorder is active"
     _launcher.recorder, _launcher.target, _launcher.processors = recorder, target, processors
     try:
@@ -183,7 +184,7 @@ def ready() -> None:
 
 
 def late_compilations() -> int:
-    """Variants compiled after `ready`, each of which stalled a step by up to seconds."""
+    """Variants compiled after `ready`; each stalled a step by up to seconds."""
     return _launcher.late
 
 

@@ -59,8 +59,7 @@ def linear(
     """x [T, n], weight [m, n] -> [T, m] in the epilogue's dtype, or in `out`; gated: weight [2 m,
     n]. `added` comes before the epilogue.
 
-    Few gated rows on a GPU stay fp32 until the one cast; others are rounded to x's dtype before the
-    gate.
+    Few gated rows on a GPU stay fp32 until the one cast; others are rounded before the gate.
     """
     packed = packed_matrix(weight)
     tile = _tile(x, packed, gated=epilogue.gated, adapted=added is not None)
@@ -87,9 +86,9 @@ def linear_gated(x: Activations, weight: Matrix) -> Activations:
 
 
 def linear_send(x: Activations, weight: Matrix, peers: AllReduceInbox, added: LowRank | None = None) -> InboxPart | None:
-    """x [T, n], weight [m, n]: this rank's part of a sum, `added` included, written to every inbox
-    by the product's kernel. None, without effect, for too many rows or where that kernel cannot do
-    it all."""
+    """x [T, n], weight [m, n]: this rank's part of a sum, `added` included, written to every inbox by
+    the product's kernel. None if that kernel cannot do it all; then nothing was sent.
+    """
     packed = packed_matrix(weight)
     tile = _tile(x, packed, adapted=added is not None) if len(x) <= peers.sent_rows else None
     if tile is None or not (added is None or added.fits(tile, gated=False)):
@@ -101,8 +100,9 @@ def linear_send(x: Activations, weight: Matrix, peers: AllReduceInbox, added: Lo
 
 
 def linear_parts(x: Activations, weight: Matrix, added: LowRank | None = None) -> Tensor:
-    """x [T, n], weight [m, n] -> [T, m]; or, where few outputs would leave processors idle, fp32
-    [parts, T, m], summed by `kernels.fused_allreduce_norm`."""
+    """x [T, n], weight [m, n] -> [T, m]; or, where few outputs leave processors idle, fp32 [parts, T,
+    m] for `kernels.fused_allreduce_norm`.
+    """
     packed = packed_matrix(weight)
     tile = _tile(x, packed, parts=True, adapted=added is not None)
     if tile is None or tile.splits == 1 or not (added is None or added.fits(tile, gated=False)):
@@ -125,8 +125,7 @@ def _library(x: Activations, weight: PackedMatrix, out: Tensor) -> Tensor:
 
 
 def _tile(x: Activations, weight: PackedMatrix, *, gated: bool = False, parts: bool = False, adapted: bool = False) -> Tile | None:
-    """The product's tile, or None for the library. AssertionError unless shapes, dtypes and
-    contiguity fit."""
+    """The product's tile, or None for the library."""
     rows, n = x.shape
     assert n == weight.columns, (x.shape, weight.values.shape)
     assert weight.dtype in (None, x.dtype), (x.dtype, weight.dtype)
@@ -197,8 +196,7 @@ def _load(base, TURN: constexpr, K: constexpr, BK: constexpr, POLICY: constexpr)
 
 @triton.jit
 def _add_products(sums, tile, values, LANE: constexpr):
-    """Add a weight tile [BN, BK] times a row's values [1, BK] to `sums` [BN, BK / LANE], LANE
-    neighbours at once."""
+    """Add a weight tile [BN, BK] times a row [1, BK] to `sums` [BN, BK / LANE]."""
     products = tl.reshape(tile.to(tl.float32) * values, [sums.shape[0], sums.shape[1], LANE])
     return sums + tl.sum(products, 2)
 
@@ -209,8 +207,9 @@ def _gemv(
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
     SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of ROWS rows. A thread sums neighbouring columns, 16 bytes at once. The unrolled
-    loop keeps EARLY weight tiles in flight."""
+    """BN outputs of ROWS rows. A thread sums 16 bytes of neighbouring columns. EARLY weight tiles stay
+    in flight.
+    """
     trigger(PDL)
     TILES: constexpr = (K + BK - 1) // BK
     LANE: constexpr = 8 if scale is None else 16
@@ -258,9 +257,9 @@ def _gemm(
     WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr, ADAPTERS: constexpr, TOGETHER: constexpr,
     SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of up to ROWS rows, BLOCKS of one block. Rows after T are zero: repeating one
-    would make all CTAs wait for its cache lines. No trigger: the next kernel's CTAs would displace
-    its own."""
+    """BN outputs of up to ROWS rows, BLOCKS of one block. Rows after T are zero: repeating one makes
+    all CTAs wait for its cache lines. No trigger: the next kernel's CTAs would displace its own.
+    """
     start = tl.program_id(0) * BN
     column = start + tl.arange(0, BN)
     at_row = tl.minimum(column, M - 1).to(tl.int64)[:, None]

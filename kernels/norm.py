@@ -3,7 +3,7 @@
     rms_norm(x; w)       = cast( x * (mean(x^2) + eps)^(-1/2) * w )            all in fp32, one cast; w as stored, not 1 + w
     norm_add(r, x; w, s) = ( r + rms_norm(x; w) ) * s                          the add and the product in x's dtype
 
-As in transformers, the norm is rounded before the add, the sum before the product.
+As in transformers, each of the norm and the sum is rounded.
 """
 
 import torch
