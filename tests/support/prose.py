@@ -23,27 +23,27 @@ _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTION)
 # In the order of MEASURES; those of RATES per 1 000 lines.
 ALLOWED: dict[str, tuple[int, ...]] = {
-    "engine/core": (0, 0, 0, 0, 0, 0, 0, 21, 26),
+    "engine/core": (0, 0, 0, 0, 0, 0, 0, 16, 25),
     "engine/rank": (0, 0, 0, 0, 0, 0, 0, 27, 27),
-    "engine/front": (0, 0, 0, 0, 0, 0, 0, 15, 48),
+    "engine/front": (0, 0, 0, 0, 0, 0, 0, 15, 46),
     "engine": (0, 0, 0, 0, 0, 0, 0, 8, 28),
     "kernels": (0, 0, 0, 0, 0, 0, 0, 48, 27),
-    "cluster": (0, 0, 0, 0, 0, 0, 0, 4, 35),
-    "deploy/edge": (0, 0, 0, 0, 0, 0, 0, 4, 32),
-    "deploy": (0, 0, 0, 0, 0, 0, 0, 3, 32),
+    "cluster": (0, 0, 0, 0, 0, 0, 0, 4, 34),
+    "deploy/edge": (0, 0, 0, 0, 0, 0, 0, 4, 28),
+    "deploy": (0, 0, 0, 0, 0, 0, 0, 3, 31),
     "dashboards": (0, 0, 0, 0, 0, 0, 0, 4, 19),
     "docs": (0, 0, 0, 0, 0, 0, 0, 0, 0),
 }
 # Words of the docstrings of each room, with 1 % of slack.
 BUDGETS = {
-    "engine/core": 3_644,
-    "engine/rank": 7_495,
+    "engine/core": 3_547,
+    "engine/rank": 7_526,
     "engine/front": 3_429,
-    "engine": 5_082,
-    "kernels": 9_174,
+    "engine": 5_079,
+    "kernels": 8_713,
     "cluster": 900,
-    "deploy/edge": 6_876,
-    "deploy": 2_741,
+    "deploy/edge": 7_163,
+    "deploy": 2_758,
     "dashboards": 700,
     "docs": 0,
 }

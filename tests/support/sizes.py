@@ -29,16 +29,16 @@ ROOMS = (
 # Tokens of each room: what is there and 1 % of slack. Who comes below lowers the bound; who needs more says what the new
 # feature replaced. The goal of the product for the same features: 215 000 tokens, of them 90 000 of the engine.
 BOUNDS = {
-    "engine/core": 22_916,
-    "engine/rank": 56_022,
-    "engine/front": 25_258,
-    "engine": 24_573,
-    "kernels": 71_475,
+    "engine/core": 22_509,
+    "engine/rank": 56_727,
+    "engine/front": 25_283,
+    "engine": 24_659,
+    "kernels": 71_147,
     "cluster": 5_583,
-    "deploy/edge": 54_851,
-    "deploy": 23_096,
+    "deploy/edge": 57_620,
+    "deploy": 23_921,
     "dashboards": 5_784,
-    "tests": 602_409,
+    "tests": 614_462,
 }
 _COUNTED = frozenset({tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
