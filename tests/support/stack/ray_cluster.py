@@ -57,6 +57,8 @@ class RayCluster:
         }
         if told:
             self.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        else:
+            self.environ["HOME"] = "/tmp"  # the machine's own: Ray asks for a token where ~/.ray has one
 
     @property
     def args(self) -> dict[str, Any]:
