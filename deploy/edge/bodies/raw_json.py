@@ -99,8 +99,8 @@ def check_large(body: bytes) -> None:
 
 
 def list_decoder(element: Any, most: int) -> msgspec.json.Decoder[list[Any]]:
-    """Of at most `most` elements. msgspec counts them when it has read all: an element must cost its
-    sender a string, which `check_strings` counts."""
+    """msgspec counts elements when it has read all, so each must have a string, which
+    `check_strings` counts."""
     return msgspec.json.Decoder(Annotated[list[element], Meta(max_length=most)])
 
 

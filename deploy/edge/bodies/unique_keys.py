@@ -6,7 +6,7 @@ import yaml
 
 
 class UniqueKeys(yaml.constructor.BaseConstructor):
-    """For a loader's first base: PyYAML would silently keep the last of duplicate keys."""
+    """PyYAML would silently keep the last of duplicate keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """YAMLError: a duplicate key."""

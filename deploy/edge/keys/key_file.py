@@ -2,8 +2,7 @@
 
     - {sha256: 3c9b5f...e1, name: alice, rights: [generate], models: [large, small], requests: 60, expires: 2027-01-01}  # laptop
 
-A missing option means no limit. Two entries of one name are two keys of one holder with one quota, so a key can be replaced. They
-may differ in `expires` only.
+Two entries of one name are two keys of one holder with one quota, so a key can be replaced. They may differ in `expires` only.
 """
 
 import os
@@ -33,12 +32,8 @@ _Count = Annotated[int, Meta(ge=1, le=10**12)] | None
 
 
 class KeyEntry(FrozenStruct, forbid_unknown_fields=True):
-    """`rights`: all RIGHTS without the option. `models`: names that a request's `model` may be, of models and adapters.
-
-    requests, tokens   a minute, at all replicas together; tokens of prompts and answers
-    concurrent         open requests
-    expires            a day or a time by ISO 8601, in UTC without a zone. From then on the key is refused
-    """
+    """`models`: names that a request's `model` may be, of models and adapters. requests, tokens: a minute, at all replicas
+    together. expires: a day or a time by ISO 8601, in UTC without a zone."""
 
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
     name: Annotated[str, Meta(pattern=rf"^{NAME.pattern}\Z")]
@@ -99,7 +94,7 @@ def read(settings: KeySettings) -> str:
 
 
 class _Loader(UniqueKeys, yaml.BaseLoader):
-    """Leaves scalars texts, so that a name may be 007 or on."""
+    """Leaves scalars texts: a name may be 007."""
 
 
 def parse(text: str) -> tuple[ApiKey, ...]:

@@ -1,4 +1,4 @@
-"""A route that generates, and one that counts tokens, as the folder of an API declares it."""
+"""Routes as the folder of an API declares them."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -71,7 +71,7 @@ class CompletionResponse(Response):
 
 
 class WholeAnswer:
-    """A JobSink that sends one reply."""
+    """A JobSink."""
 
     put = None
 
@@ -99,8 +99,7 @@ class WholeAnswer:
 
 
 class EventStream:
-    """A JobSink that sends events. `send` is the app's; `raw_send`, below all middleware, has the
-    chunks."""
+    """A JobSink. `raw_send` bypasses middleware."""
 
     def __init__(self, run: JobRun, form: ResponseFormat, send: Send, raw_send: Send) -> None:
         self._run = run
@@ -122,7 +121,7 @@ class EventStream:
             comments.cancel()
 
     def make(self, deltas: Deltas) -> Events:
-        """Up to _PIECE_BYTES of events (some milliseconds of work), and the rest."""
+        """Up to _PIECE_BYTES of events, and the rest."""
         events = b""
         for index, delta in deltas:
             events += b"" if self._begun else self._format.begin(structs.replace(self._run.usage, completion=0, reasoning=0))

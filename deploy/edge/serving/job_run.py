@@ -1,8 +1,6 @@
-"""Runs one job for any sink: an HTTP answer, a line of a batch, a list in a test.
+"""Runs one job for any sink, with HTTP or without.
 
     make room -> charge the API key -> submit -> deltas, as they come -> end, or the first error
-
-A run needs no HTTP: only the job and its record, which has a ticket.
 """
 
 import asyncio
@@ -26,23 +24,21 @@ T = TypeVar("T")
 
 
 class JobSink(Protocol[T]):
-    """Takes the deltas of a job."""
-
     def make(self, deltas: Deltas) -> T:
-        """Convert what has come, for all jobs of a step before the first is written."""
+        """Convert what has come."""
 
     @property
     def put(self) -> Callable[[T], T | None] | None:
-        """Takes what was made without a task switch, and returns what `take` must still take."""
+        """Takes it without a task switch, and returns what `take` must still take."""
 
     async def take(self, made: T) -> None:
         ...
 
     async def end(self) -> None:
-        """Every choice has ended."""
+        ...
 
     async def fail(self, error: QuartetError) -> None:
-        """The job ended with an error."""
+        ...
 
 
 @dataclass
@@ -56,7 +52,7 @@ class JobRun:
     _cause: QuartetError | None = None
 
     async def run(self, sink: JobSink[T]) -> None:
-        """Serve the job to its end. Cancelled, it is aborted in the engine."""
+        """Cancelled, the job is aborted in the engine. Its record has a ticket."""
         with self.service.answering(len(self.job.params)):
             try:
                 await self._let_in()
@@ -66,7 +62,7 @@ class JobRun:
                 await sink.fail(error)
 
     def cut(self, error: QuartetError, reason: AbortReason) -> None:
-        """End the run with this error, unless another one has ended it."""
+        """End the run with this error; the first counts."""
         if self._cause is None:
             self._cause = error
             self._abort(reason)
@@ -87,7 +83,9 @@ class JobRun:
 
     async def _let_in(self) -> None:
         """Take a place in the engine, and charge the API key. Overloaded, QuotaExceeded."""
-        job, record, ticket = self.job, self.record, self.record.ticket
+        job = self.job
+        record = self.record
+        ticket = record.ticket
         assert ticket is not None, "a ticket is taken before the job is made"
         choices = len(job.params)
         tokens = job.choices_each * job.prompt_tokens
@@ -125,16 +123,14 @@ class JobRun:
             self._abort(AbortReason.client_gone)
 
     def _submit(self) -> None:
-        """Submit all choices."""
-        record, job = self.record, self.job
-        for choice in range(len(job.params)):
-            generation = Generation(self.service.engine, self.service.text, job, choice)
+        for choice in range(len(self.job.params)):
+            generation = Generation(self.service.engine, self.service.text, self.job, choice)
             self._generations.append(generation)
-            record.clocks.append(generation.clock)
-        self._media_tokens = job.media_tokens
-        self.job = replace(job, media=())  # the engine's now: they are large
-        assert record.ticket is not None
-        record.ticket.submitted(record.clocks, partial(self._refuse, "has given way to other clients'"))
+            self.record.clocks.append(generation.clock)
+        self._media_tokens = self.job.media_tokens
+        self.job = replace(self.job, media=())  # the engine's now: they are large
+        assert self.record.ticket is not None
+        self.record.ticket.submitted(self.record.clocks, partial(self._refuse, "has given way to other clients'"))
 
     def _refuse(self, why: str) -> None:
         if all(clock.scheduled is None for clock in self.record.clocks):
