@@ -127,7 +127,7 @@ def test_it_answers_in_every_api(served: Served) -> None:
     assert served.post({"model": "nano-31b", "prompt": "One", "max_tokens": 2}, path="/v1/completions").status_code == 200
     assert served.post({"model": "nano-31b", "input": "Hello", "max_output_tokens": 16}, path="/v1/responses").status_code == 200
     assert served.post(BODY, path="/v1/messages").json()["type"] == "message"
-    assert [card["id"] for card in served.ask("GET", "/v1/models").json()["data"]] == ["nano-31b"]
+    assert [card["id"] for card in served.ask("GET", "/v1/models").json()["data"]] == ["nano-31b", "polite"]
     assert len({served.post(BODY).headers["x-request-id"] for _ in range(3)}) == 3
 
 
