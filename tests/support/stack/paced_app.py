@@ -27,7 +27,7 @@ class PacedQuartet(app.Quartet.func_or_class):  # type: ignore[name-defined, mis
     async def __init__(self, args: dict[str, Any]) -> None:
         paced = Behaviour(step_s=float(os.environ[PACE_VARIABLE]), first_token=LETTERS)
         Group.boot = partial(Group.boot, command=commands(ranks=paced))  # type: ignore[method-assign]
-        await super().__init__(args)
+        await super().__init__({**args, "adapters": {}})  # there is no model that one could change
 
 
 def build(args: dict[str, Any]) -> Application:
