@@ -16,6 +16,8 @@ class StoredTensor(NamedTuple):
     draw: Callable[[Any, int], Any] | None = None  # makes a random one from normal values of its shape, and n; None: as the matrix
 
     def shape(self, matrix: tuple[int, ...]) -> tuple[int, ...]:
+        if self.block == (1, 1):
+            return matrix
         sizes = zip(matrix[-2:], self.block, strict=False)
         return (*matrix[:-2], *(-(-size // unit) if unit else 1 for size, unit in sizes))
 

@@ -31,7 +31,7 @@ def said(model: torch.nn.Module, text: TextProcessor) -> str:
     """The greedy answer to QUESTION."""
     prompt = text.render_chat(QUESTION)
     ids = torch.tensor(prompt)
-    for _ in range(16):
+    for _ in range(32):
         ids = torch.cat([ids, model(ids[None]).logits[0, -1].argmax()[None]])
     return text.decode(ids[len(prompt) :].tolist(), skip_special_tokens=False).partition("<turn|>")[0]
 

@@ -42,7 +42,7 @@ BUDGETS = {
     "engine": 5_079,
     "kernels": 8_713,
     "cluster": 900,
-    "deploy/edge": 7_163,
+    "deploy/edge": 7_033,
     "deploy": 2_758,
     "dashboards": 700,
     "docs": 0,

@@ -30,15 +30,15 @@ ROOMS = (
 # feature replaced. The goal of the product for the same features: 215 000 tokens, of them 90 000 of the engine.
 BOUNDS = {
     "engine/core": 22_509,
-    "engine/rank": 56_727,
+    "engine/rank": 56_730,
     "engine/front": 25_283,
-    "engine": 24_659,
+    "engine": 24_672,
     "kernels": 71_147,
     "cluster": 5_583,
-    "deploy/edge": 57_620,
+    "deploy/edge": 57_623,
     "deploy": 23_921,
     "dashboards": 5_784,
-    "tests": 614_462,
+    "tests": 614_310,
 }
 _COUNTED = frozenset({tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -34,7 +34,11 @@ def checked_headers(
     """CheckpointError lists tensors that are missing, unexpected, mis-shaped or of a wrong dtype."""
     by_name, complaints = headers(folder, tensors, geometry)
     unread = {name for piece in needed.values() for name in piece.unread}
-    live = {name for name in by_name if not (tensors.is_unused(name, geometry) or weights.is_unused(name)) and name not in unread}
+    live = {
+        name
+        for name in by_name
+        if name in needed or not (name in unread or tensors.is_unused(name, geometry) or weights.is_unused(name))
+    }
     complaints += [f"{name} is missing" for name in needed if name not in live]
     complaints += [f"{by_name[name].name} is unexpected" for name in sorted(live - set(needed))]
     complaints += [why for name in needed if name in by_name and (why := _mismatch(needed[name], by_name[name]))]
