@@ -61,7 +61,7 @@ def stack(shared_stack: Stack, heard_at_boot: Counter[int], tmp_path_factory: py
     (folder / "keys").write_text(f"- {{sha256: {sha256(b'secret').hexdigest()}, name: alice}}\n")
     keys = {"file": str(folder / "keys")}
     shared: dict[str, Any] = {"tp": 1, "mtp": {}, "metrics": {"discovery": {"enabled": False}}, "keys": keys}
-    stack = Stack(folder, args=shared | {"served_model_name": list(LARGE)})
+    stack = Stack(folder, args=shared | {"served_model_name": list(LARGE), "adapters": {}})
     config = yaml.safe_load(stack.config.read_text())
     small = yaml.safe_load(yaml.safe_dump(config["applications"][0]))
     small |= {"name": "small", "route_prefix": "/models/small"}
