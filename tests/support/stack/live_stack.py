@@ -34,6 +34,7 @@ PROMPT, OUTPUT = Lengths(30, 150), Lengths(20, 60)
 TTFT_S, TPOT_S = 0.5, 0.05
 # As it runs: every group is one rank, and Serve's own autoscaling stands still, so that Ray has all of its figures.
 ARGS = {
+    "adapters": {},  # the check of one at boot counts as requests
     "tp": 1,
     "max_seqs": SLOTS,
     "metrics": {"ttft_objective_s": TTFT_S, "tpot_objective_s": TPOT_S, "discovery": {"port": 0}},
