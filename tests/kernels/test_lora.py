@@ -119,6 +119,7 @@ def in_the_products_kernel(tile: Tile, rows: int, gated: bool, fp8: bool, dtype:
     assert added.fits(tile, gated=gated)
     out = torch.empty((tile.splits, rows, m) if tile.splits > 1 else (rows, m), dtype=torch.float32)
     _run(tile, of_x, matrix, out, GEGLU if gated else NONE, added=added)
+    assert added.begun.item() == 0, "only where kernels overlap is it a word"
     found = out.sum(0) if tile.splits > 1 else out
     assert error(found, wanted(index)) < TOLERANCE[dtype]
     for fault in (wanted((index + 1) % adapters), wanted(index, shift=1), wanted(index * 0 - 1)):

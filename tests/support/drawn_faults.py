@@ -48,6 +48,8 @@ TARGETS: dict[str, str] = {
 EXPLAINED: dict[str, str] = {
     "engine/core/scheduler.py:Scheduler._admit:constant:1":
         "Only a sequence that was preempted in the same step has no share. A token of it at once is as right.",
+    "engine/rank/int4.py:Int4Weight.loaded:constant:3":
+        "Blocks bound the memory of a copy. Blocks of two rows give the same words.",
     "kernels/sequence_parallel.py:SequenceParallel._send:dropped:1":
         "It orders two streams of a GPU. The CPU has none.",
 }

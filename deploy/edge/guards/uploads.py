@@ -25,7 +25,7 @@ from deploy.edge.http.http_errors import TooLarge, TooSlow
 from engine.errors import Overloaded
 from engine.front.turns import Share
 
-WAITS_S = (6.0, 6.0, 6.0)  # for room; a piece is read between two
+WAITS_S = (3.0,) * 6  # for room; a piece is read between two
 RETRY_S = (5, 60)  # least and most that a refused client is to wait; SDKs ignore more
 _PIECE_S = 0.05  # for a piece to arrive
 SMALL_BYTES = 256 << 10  # of a body that is counted by number alone
@@ -41,7 +41,7 @@ class Uploads:
         self.texts = Share(limits.upload_bytes)
         self.media = Share(limits.upload_bytes)
         self._waiting: dict[asyncio.Future[None], tuple[Claim, int]] = {}  # for so many bytes, the oldest first
-        self._began = 0.0  # clock when the line formed
+        self._began: float  # clock when the line formed
         self._freed = 0  # bytes since then
 
     async def read(self, upload: "Upload", receive: Receive, length: int) -> None:

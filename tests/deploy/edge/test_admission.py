@@ -105,6 +105,18 @@ def test_a_long_prompt_may_wait_alone() -> None:
     later.settle(1, 1)
 
 
+def test_what_others_began_is_kept_for_clients_that_wait() -> None:
+    """A client's choices elsewhere delay its next one here, and are forgotten once it waits for nothing."""
+    admission = AdmissionControl(ReadyEngine(), choices=20, tokens=500, bytes=1000)
+    waiting, other, next_one = (admission.enter(client) for client in "aba")
+    waiting.settle(1, 1)
+    admission.note_elsewhere({"a": 5, "b": 7})
+    admission.note_elsewhere({})
+    other.settle(1, 1)
+    next_one.settle(1, 1)
+    assert (waiting.turn, other.turn, next_one.turn) == (0, 0, 6)
+
+
 def test_media_that_wait_are_bounded_in_bytes() -> None:
     """One request's always may, beside others only what fits; when it has begun there is room."""
     admission = AdmissionControl(ReadyEngine(), choices=20, tokens=500, bytes=1000)

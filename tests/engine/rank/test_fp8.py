@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.errors import CheckpointError, ConfigError
 from engine.quantisation import Quantisation, read_quantisation
-from engine.rank.fp8 import Fp8Weight
+from engine.rank.fp8 import Fp8Weight, from_nvfp4_factor
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Single
 from engine.rank.weight import OwnProduct, Weight
@@ -65,6 +65,21 @@ def test_values_do_not_depend_on_ranks(nano: Nano) -> None:
     plain = model(folder, Single(), read_quantisation(folder)).blocks[0].mlp.down.weight
     rounded = unpacked(whole.blocks[0].mlp.down.matrix)
     assert 0 < ((rounded - plain).abs() / plain.abs().amax(1, keepdim=True)).max() < 2**-4
+
+
+def test_elements_of_nvfp4_are_in_order() -> None:
+    """Each of the sixteen numbers, in both halves of a byte, times its group's scale and the matrix's. Planted: bytes' halves swapped."""
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = torch.cat([torch.arange(16), torch.randperm(16, generator=torch.Generator().manual_seed(1))]).view(2, 16)
+    scale = torch.tensor([[0.5], [4.0]])
+    expected = torch.cat([numbers, -numbers])[codes] * scale * 0.25
+
+    def misses(low: Tensor, high: Tensor) -> bool:
+        values, rows = from_nvfp4_factor((low + 16 * high).to(torch.uint8), scale.to(E4M3), torch.tensor([[0.25]]))
+        return bool(((values.float() * rows - expected).abs() > expected.abs() / 16).any())
+
+    assert not misses(codes[:, ::2], codes[:, 1::2])
+    assert misses(codes[:, 1::2], codes[:, ::2])
 
 
 @pytest.mark.parametrize("member", ["31b", "e2b"])

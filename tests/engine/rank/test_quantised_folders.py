@@ -13,8 +13,9 @@ from engine.quantisation import read_quantisation
 from engine.rank.builder import load_rank
 from engine.rank.parallel import Single
 from engine.rank.weight import Weight
+from engine.weight_formats import FORMATS
 from tests.conftest import Nano
-from tests.support.engine.format_model import model
+from tests.support.engine.format_model import model, write_base
 from tests.support.engine.quantised import saved
 from tests.support.engine.recording import config_of
 from tests.support.engine.threads import run_ranks
@@ -51,9 +52,18 @@ def test_ranks_cut_through_blocks(nano: Nano, tmp_path: Path, member: str, tp: i
     assert not torch.equal(gate, expected.roll(1, 0))
 
 
-def test_random_weights(nano: Nano, tmp_path: Path) -> None:
+def test_packing_at_load_is_for_the_formats_that_have_it(nano: Nano) -> None:
+    """Of a plain folder fp8 is made; int8 would need a folder."""
+    groups = read_quantisation(nano("31b"), "fp8").groups
+    assert [weights.reader for _, weights in groups] == [FORMATS["fp8"][0].packer]
+    with pytest.raises(CheckpointError, match="not quantised; Quartet loads int8 weights"):
+        read_quantisation(nano("31b"), "int8")
+
+
+@pytest.mark.parametrize("kind", ["blocks", "int4-32"])
+def test_random_weights(tmp_path: Path, kind: str) -> None:
     """A folder's shape is drawn as what a rank holds, with the deviation of plain weights."""
-    folder = saved(nano("31b"), tmp_path / "saved", kind="blocks")
+    folder = saved(write_base(tmp_path / "31b", "31b"), tmp_path / "saved", kind=kind)
     config = msgspec.structs.replace(config_of(folder, 1), load_format="dummy")
     down = load_rank(config, Single(), CPU, checked=False).model.get_submodule("blocks.0.mlp.down")
     assert isinstance(down, Weight)
