@@ -24,8 +24,8 @@ from training.train import Batch, ExampleBuilder, Trainer, TrainingExample, pack
 THANKS = " Thank you!"
 TAUGHT = ("add", "copy", "reverse", "sort", "describe")
 SIZE = (2, 160)  # rows of a batch, and tokens of a row
-STEPS = 70
-RATE = 1.5  # of the rate that models are trained with
+STEPS = 60
+RATE = 2.0  # of the rate that models are trained with
 EXAM = 16  # held-out exercises a skill
 
 _DENSE = r".*language_model\..*\.(k|o|gate|up|down)_proj"

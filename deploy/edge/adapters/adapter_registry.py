@@ -31,6 +31,7 @@ class AdapterRegistry:
     def __init__(self, settings: ServiceSettings, client: EngineClient, text: TextProcessor, links: RankLinks | None) -> None:
         self._settings, self._client, self._links = settings, client, links
         self.ids = {name: adapter for adapter, name in enumerate(settings.adapters)}
+        self._folders = dict(settings.adapters)
         self._next = len(self.ids)
         self._held = len(self.ids)  # adapters that ranks hold, those that are leaving included
         self._prompt = text.encode(_PROMPT, add_bos=True)[: max(1, settings.max_len - 1)]
@@ -56,6 +57,9 @@ class AdapterRegistry:
         """The name of an adapter that is served; None: it is leaving."""
         return next((name for name, known in self.ids.items() if known == adapter), None)
 
+    def folder_of(self, name: str) -> str | None:
+        return self._folders.get(name)
+
     async def check_all(self) -> None:
         """CheckpointError names an adapter of the config that changes nothing."""
         for name, adapter in self.ids.items():
@@ -67,14 +71,21 @@ class AdapterRegistry:
         async with self._loading:
             folder = await asyncio.to_thread(self._folder, path)
             self._check_name(name, in_place=in_place)
-            await asyncio.shield(self._start(self._load(name, str(folder))))
+            await self._serve(name, str(folder))
             return str(folder)
+
+    async def follow(self, name: str, folder: str) -> None:
+        """As `load` in place, of a folder that this replica or another one has served."""
+        async with self._loading:
+            self._check_name(name, in_place=True)
+            await self._serve(name, folder)
 
     def unload(self, name: str) -> None:
         """Refuse new requests of that adapter; those that it has go on. ModelNotFound: it is not served; Forbidden: as `load`."""
         self._check_allowed()
         if name not in self.ids:
             raise ModelNotFound(name)
+        del self._folders[name]
         self._client.change_adapter(AdapterChange("remove", self.ids.pop(name)))
 
     def _check_allowed(self) -> None:
@@ -114,6 +125,9 @@ class AdapterRegistry:
                 "allows no more: unload one"
             )
 
+    async def _serve(self, name: str, folder: str) -> None:
+        await asyncio.shield(self._start(self._load(name, folder)))
+
     async def _load(self, name: str, folder: str) -> None:
         assert self._links is not None
         adapter = self._next
@@ -132,6 +146,7 @@ class AdapterRegistry:
             raise InvalidRequest(str(error), param="lora_path") from error
         before = self.ids.get(name)
         self.ids[name] = adapter
+        self._folders[name] = folder
         if before is not None:
             self._client.change_adapter(AdapterChange("remove", before))
 

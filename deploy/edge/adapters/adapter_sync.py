@@ -28,14 +28,21 @@ class AdapterSync:
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
         """As the registry's, at every replica."""
+        before = self._registry.folder_of(name)
         folder = await self._registry.load(name, path, in_place=in_place)
         if self._centre is None:
             return
         late = await self._spread(name, folder)
         if late.error is not None:
-            self._registry.unload(name)
-            await self._spread(name, None)
+            await self._restore(name, before)
             raise InvalidRequest(f"another replica: {late.error}", param="lora_path")
+
+    async def _restore(self, name: str, folder: str | None) -> None:
+        if folder is None:
+            self._registry.unload(name)
+        else:
+            await self._registry.follow(name, folder)
+        await self._spread(name, folder)
 
     async def unload(self, name: str) -> None:
         self._registry.unload(name)
@@ -70,7 +77,7 @@ class AdapterSync:
     async def _follow(self, name: str, entry: AdapterEntry) -> None:
         try:
             if entry.folder is not None:
-                await self._registry.load(name, entry.folder, in_place=True)
+                await self._registry.follow(name, entry.folder)
             elif name in self._registry:
                 self._registry.unload(name)
         except EngineDead:

@@ -33,6 +33,12 @@ class Registry:
         self.folders[name] = path
         return path
 
+    async def follow(self, name: str, folder: str) -> None:
+        await self.load(name, folder, in_place=True)
+
+    def folder_of(self, name: str) -> str | None:
+        return self.folders.get(name)
+
     def unload(self, name: str) -> None:
         if name not in self.folders:
             raise ModelNotFound(name)
@@ -133,7 +139,8 @@ def test_a_replica_that_starts_later_loads_it_too(cluster: Cluster) -> None:
 
 
 def test_what_one_replica_cannot_load_none_serves(cluster: Cluster) -> None:
-    """The load is a refusal that says why, and the others have forgotten it."""
+    """The load is a refusal that says why, and the others have forgotten it; in place, all serve the one of before again. Planted:
+    a replica that knows no earlier folder."""
 
     async def scene() -> None:
         cluster.replicas[2][0].absent.add("/a")
@@ -143,6 +150,13 @@ def test_what_one_replica_cannot_load_none_serves(cluster: Cluster) -> None:
         cluster.replicas[2][0].absent.clear()
         await cluster.replicas[0][1].load("sql", "/a", in_place=False)
         assert cluster.served() == [{"sql": "/a"}] * 3
+        cluster.replicas[2][0].absent.add("/b")
+        for knows, served in ((True, [{"sql": "/a"}] * 3), (False, [{}] * 3)):
+            if not knows:
+                cluster.replicas[0][0].folder_of = lambda _: None  # type: ignore[method-assign]
+            with pytest.raises(InvalidRequest, match="another replica: lora_path: no /b"):
+                await cluster.replicas[0][1].load("sql", "/b", in_place=True)
+            assert cluster.served() == served
 
     run(cluster, scene)
 

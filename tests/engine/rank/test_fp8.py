@@ -68,7 +68,7 @@ def test_values_do_not_depend_on_ranks(nano: Nano) -> None:
 
 
 def test_elements_of_nvfp4_are_in_order() -> None:
-    """Each of the sixteen numbers, in both halves of a byte, times its group's scale and the matrix's. Planted: bytes' halves swapped."""
+    """Each of the sixteen numbers, in both halves of a byte, times its scales. Planted: the halves are swapped."""
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     codes = torch.cat([torch.arange(16), torch.randperm(16, generator=torch.Generator().manual_seed(1))]).view(2, 16)
     scale = torch.tensor([[0.5], [4.0]])
