@@ -60,6 +60,8 @@ def asked(stack: Stack, content: object, address: str, timeout_s: float = 60) ->
     with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=timeout_s) as client:
         began = time.monotonic()
         reply = client.post(f"{stack.url}/v1/chat/completions", json=body(content))
+        if reply.is_error:
+            print(f"\n{reply.status_code}: {reply.text[:300]}")
         return reply.status_code, time.monotonic() - began
 
 
