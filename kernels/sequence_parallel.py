@@ -90,12 +90,13 @@ class SequenceParallel:
     """
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: range, width: int, dtype: torch.dtype, errors: Tensor) -> None:
-        self.rank, self.size, self.rows, self._errors = rank, len(memories), rows, errors
-        x = _FLAG_BYTES + rows[-1] * width * dtype.itemsize
-        self._flags = [memory[: 24 * (self.size - 1)].view(torch.int32).view(2, 3, self.size - 1) for memory in memories]
-        self._x = [memory[_FLAG_BYTES:x].view(dtype).view(-1, width) for memory in memories]
-        self._parts = [memory[x:].view(dtype).view(-1, width) for memory in memories]
-        self.width, self.device = width, memories[rank].device
+        self.rank = rank
+        self.size = len(memories)
+        self.rows = rows
+        self.width = width
+        self.device = memories[rank].device
+        self._errors = errors
+        self._flags, self._x, self._parts = zip(*(self._cut(memory, dtype) for memory in memories), strict=True)
         self._flags[rank].fill_(-1)
         self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=self.device).split(1)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -105,6 +106,14 @@ class SequenceParallel:
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
         return _FLAG_BYTES + (rows + (size - 1) * (rows // size + 3)) * width * dtype.itemsize
+
+    def _cut(self, memory: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """A rank's flags, rows of x and parts."""
+        others = self.size - 1
+        parts = _FLAG_BYTES + self.rows[-1] * self.width * dtype.itemsize
+        flags = memory[: 24 * others].view(torch.int32).view(2, 3, others)
+        x = memory[_FLAG_BYTES:parts].view(dtype).view(-1, self.width)
+        return flags, x, memory[parts:].view(dtype).view(-1, self.width)
 
     def begin(self, rows: int) -> "SequenceParallel":
         self._number = 0

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.support.sizes import BOUNDS, CodeSize, code_size, code_sizes, excesses
+from tests.support.repo_rules import sources
+from tests.support.sizes import BOUNDS, CONSTRUCTOR, CodeSize, code_size, code_sizes, constructors, excesses
 
 pytestmark = pytest.mark.pure
 
@@ -13,6 +14,13 @@ def test_the_code_is_no_larger_than_its_bounds() -> None:
     assert excesses(figures) == []
     doubled = excesses({name: 2 * figure for name, figure in figures.items()})
     assert [line.partition(":")[0] for line in doubled] == list(BOUNDS)
+
+
+def test_constructors_are_small() -> None:
+    """None has more than CONSTRUCTOR tokens; one that has is found."""
+    assert max(tokens for path in sources() for tokens in constructors(path.read_text()).values()) <= CONSTRUCTOR
+    large = "class A:\n    def __init__(self):\n" + 84 * "        self.a\n"
+    assert constructors(large) == {2: 6 + 84 * 3}
 
 
 def test_only_code_is_counted() -> None:

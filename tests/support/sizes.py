@@ -6,6 +6,7 @@ Kernels are counted apart: one launch is one function. Code is lines and tokens 
 import ast
 import io
 import sys
+import textwrap
 import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ BOUNDS = {
     "dashboards": 5_784,
     "tests": 614_310,
 }
+CONSTRUCTOR = 250  # tokens of the largest
 _COUNTED = frozenset({tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -62,6 +64,14 @@ def code_size(source: str) -> CodeSize:
     tokens = [token for token in read if token.type in _COUNTED and token.start[0] not in skipped]
     lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
     return CodeSize(len(lines), len(tokens))
+
+
+def constructors(source: str) -> dict[int, int]:
+    """Tokens of each `__init__`, by its line."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    lines = source.splitlines()
+    texts = {node.lineno: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in found}
+    return {line: code_size(textwrap.dedent(text)).tokens for line, text in texts.items()}
 
 
 def _without_parts(tokens: Iterable[tokenize.TokenInfo]) -> Iterator[tokenize.TokenInfo]:
