@@ -1,4 +1,5 @@
-"""What a client sees of two replicas, started by the CLI and by `ray start` with `serve deploy`: protocol, errors, limits, keys."""
+"""What a client sees of two replicas, started by the CLI and by `ray start` with `serve deploy`: protocol, errors, limits, keys,
+adapters."""
 
 import socket
 import time
@@ -8,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import pytest
 
+from deploy.models.nano import TRAINED
 from tests.support.stack.machines import CAN_MAKE, REASON, machines
 from tests.support.stack.ray_cluster import RayCluster
 from tests.support.stack.serve_process import Stack, free_port, wait
@@ -24,7 +27,7 @@ T = TypeVar("T")
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "nano-31b", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-ALL, READER, OTHER, FEW, ONE, TOKENS = "sk-all", "sk-reader", "sk-other", "sk-few", "sk-one", "sk-tokens"
+ALL, READER, OTHER, FEW, ONE, TOKENS, LOADER = "sk-all", "sk-reader", "sk-other", "sk-few", "sk-one", "sk-tokens", "sk-loader"
 LINES = {
     ALL: "all",
     READER: "reader, rights: [models]",
@@ -32,10 +35,14 @@ LINES = {
     FEW: "few, requests: 24",
     ONE: "one, concurrent: 3",
     TOKENS: "tokens, tokens: 400",
+    LOADER: "loader, rights: [adapters]",
 }
 ARGS: dict[str, Any] = {
     "tp": 1,
     "mtp": {},
+    "max_adapters": 2,
+    "max_host_adapters": 2,
+    "adapter_folder": str(TRAINED / "31b"),
     "limits": {"body_bytes": 100_000, "header_bytes": 8192, "body_timeout_s": 2.0, "hosts": None},
 }
 REPLICAS: dict[str, Any] = {"num_replicas": 2}
@@ -174,6 +181,30 @@ def test_keys_hold(served: Served) -> None:
     assert served.ask("GET", "/v1/models", READER).status_code == 200
     for path in ("/health", "/health/live", "/health/ready"):
         assert served.ask("GET", path, None).status_code == 200
+
+
+def test_one_call_loads_an_adapter_at_both_replicas(served: Served) -> None:
+    """Each of 24 conversations at once then has an answer by its name, and after the unload none has. Planted: a key without the
+    right loads none, so all get 404."""
+    body = {"lora_name": "late", "lora_path": "polite"}
+
+    def statuses() -> set[int]:
+        """Of new conversations, which go to the replicas in turn."""
+        numbers = count()
+
+        def post() -> int:
+            messages = [{"role": "user", "content": f"Hello {next(numbers)}"}]
+            chat = BODY | {"model": "late", "messages": messages}
+            return httpx.post(f"{served.url}{CHAT}", json=chat, headers=bearer(ALL), timeout=60).status_code
+
+        return set(served.together(24, post))
+
+    error(served.post(body, ALL, "/v1/load_lora_adapter"), 403)
+    assert statuses() == {404}
+    assert served.post(body, LOADER, "/v1/load_lora_adapter").status_code == 200
+    assert statuses() == {200}
+    assert served.post(body, LOADER, "/v1/unload_lora_adapter").status_code == 200
+    assert statuses() == {404}
 
 
 def test_two_replicas_give_one_quota(served: Served) -> None:
