@@ -217,3 +217,13 @@ def test_discovery_ends_with_its_application(cluster: RayCluster) -> None:
     cluster.on_head("serve shutdown -y --address http://127.0.0.1:8265 2>&1")
     with pytest.raises(AssertionError, match="refused"):
         wait(lambda: cluster.targets() is None, 60)
+
+
+def test_loopback_is_refused_on_several_nodes(cluster: RayCluster) -> None:
+    """A config for one machine, as deploy/gemma4.yaml is: in one line. Planted: with 0.0.0.0 the tests before were served."""
+    cluster.config["http_options"]["host"] = "127.0.0.1"
+    cluster.deploy()
+    wait(lambda: "DEPLOY_FAILED" in cluster.on_head("serve status"), 60)
+    said = " ".join(cluster.on_head("serve status").split())
+    assert "http_options.host: 127.0.0.1: this cluster has 3 nodes" in said
+    assert "set 0.0.0.0" in said
