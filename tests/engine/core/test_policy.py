@@ -9,6 +9,7 @@ import pytest
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.core.step_budget import (
+    MOST_PASSED,
     OLDEST_EVERY,
     POLICIES,
     UNMEASURED,
@@ -55,6 +56,22 @@ def test_shares_are_within_what_is_asked_and_there(name: str) -> None:
             assert sum(found) == min(most, sum(prompt.tokens for prompt in prompts))
             passed = 0 if found[0] else passed + 1
             assert passed < OLDEST_EVERY, "the oldest advances"
+
+
+def test_the_oldest_prompt_is_passed_a_bounded_number_of_times() -> None:
+    """While time is saved for it, others that end in a step have their tokens: in MOST_PASSED steps, and in none after them."""
+    budget = StepBudget(POLICIES["fair"], 2048, TIMES, None, QUIET_TPOT_MS)
+    steps = [budget.share([Prompt(8000, 0), Prompt(4, 0)], 2048, DecodeRows(32, 32_000)) for _ in range(MOST_PASSED + 9)]
+    assert budget.saving
+    assert [any(step) for step in steps] == [True] * MOST_PASSED + [False] * 9
+
+
+@pytest.mark.parametrize(("rows", "bounded"), [(0, False), (1, True)])
+def test_one_stream_bounds_a_step(rows: int, bounded: bool) -> None:
+    """Where nothing decodes a step has the whole budget."""
+    budget = StepBudget(POLICIES["fair"], 2048, TIMES, None, 2 * QUIET_TPOT_MS)
+    (found,) = budget.share([Prompt(8000, 0)], 2048, DecodeRows(rows, 1000 * rows))
+    assert (found < 2048) == bounded
 
 
 def test_the_shortest_go_first() -> None:
