@@ -1,12 +1,9 @@
 """top_k, top_p and min_p without sorting: the token of a filtered row from its unfiltered one.
 
-    s_i      = cap(l_i) / temperature, -inf where forbidden; n_i = s_i + g_i                       as in `kernels.sample`
-    kept     what the three filters keep: upward closed in the order (s descending, id ascending)
-    token    argmax of n over kept
-
-Let c be the argmax of n over a set that contains kept, at first all ids. If c is kept, it is the
-token. If not, the ids above c are the next set. Whether c is kept needs the number and mass of the
-ids above it. Usually the first or second c is the token, and only the best blocks are read.
+Let n_i = s_i + g_i as in `kernels.sample`. The filters keep a prefix of the ids in the order (s descending, id ascending); the
+token is the argmax of n over it. Let c be the argmax of n over a set that contains the kept ids, at first all ids. If c is kept,
+it is the token; otherwise the ids before c are the next set. Whether c is kept follows from the number and mass of the ids before
+it. Usually the first or second c is the token, and only the best blocks are read.
 """
 
 from typing import NamedTuple
@@ -35,8 +32,8 @@ class ScaledRows(NamedTuple):
 
 
 def scaled_rows(logits: Tensor, batch: SamplingBatch, rank: int, vocabulary: int) -> ScaledRows:
-    """logits fp32 [ranks, rows, n]: every rank's slice of this rank's rows, from
-    `kernels.choose.local_best`. Columns from `vocabulary` on are padding.
+    """logits fp32 [ranks, rows, n]: every rank's slice of this rank's rows, from `choose.local_best`; columns from `vocabulary`
+    on pad.
     """
     (ranks, rows, n), parameters = logits.shape, batch.parameters
     check_contiguous(logits)
@@ -148,7 +145,7 @@ def _load_blocks(line, listed, start, count, V: constexpr):
 
 @triton.jit
 def _mass_from(line, listed, count, key, peak, V: constexpr):
-    """Sum of exp(s - peak) over the listed s whose order is at least `key`, and their number."""
+    """Sum of exp(s - peak) over the listed s of order at least `key`, and their number."""
     mass, members = 0.0, 0
     for offset in range(0, count, _TILE):
         _, x = _load_blocks(line, listed, offset, count, V)
@@ -160,7 +157,6 @@ def _mass_from(line, listed, count, key, peak, V: constexpr):
 
 @triton.jit
 def _kth_key(line, listed, count, k, V: constexpr):
-    """The order of the k-th largest listed value, by a search over bits."""
     key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
         trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))

@@ -1,9 +1,7 @@
 """Paged attention of prefill chunks.
 
-    o_i = sum_j softmax_j( q_i . k_j ) v_j     over the keys j that position i sees:  j <= i, and j > i - window if there is one
-
-In an image's span j <= last_seen_i, the position of its last token, in the same chunk. Scale 1.0,
-no cap; fp32. Unseen pages may be NaN.
+The formula is that of `kernels.paged_attention`. last_seen_i is i, or in an image's span its last token's position, in the same
+chunk. Unseen pages may be NaN.
 """
 
 
@@ -40,16 +38,14 @@ def extend_attention(
     last_seen: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> None:
-    """q [T, heads, d], normed and roped, in `kernels.qkv.query_dtype` -> out [T, heads, d]; rows
-    without a tile stay.
+    """q [T, heads, d], normed and roped, in `kernels.qkv.query_dtype` -> out [T, heads, d]; rows without a tile stay.
 
     pool   one layer's [pages, 2, kv_heads, page, d], with the chunks' own keys
     table  int32 [slots, width]
-    tiles  int32 [n, 4], (slot, first row, first position, count): consecutive positions and rows; count at most `tile_tokens(...)`,
-           0 is skipped. Below position 0 out is 0
-    window keys a position sees, its own included; None: all
-    last_seen int32 [T]: last position that each row sees, in the same chunk; below its own, or None: its own
-    scales as in `kernels.decode.decode_attention`; q has K's
+    tiles  int32 [n, 4]: slot, first row, first position, count <= `tile_tokens(...)`, 0: skipped. Below position 0 out is 0
+    window keys a position sees, its own included
+    last_seen int32 [T], in the same chunk; below a row's own position, or None: its own
+    scales as in `decode_attention`; q has K's
     """
     if not enabled(q):
         for slot, row, position, count in tiles.tolist():
@@ -80,9 +76,9 @@ def extend_attention(
 def paged_prefill(
     q: Tensor, pool: Tensor, pages: Tensor, start: int, window: int | None, last_seen: Tensor | None = None
 ) -> Tensor:
-    """q [n, heads, d] at positions start .. start + n - 1 -> [n, heads, d].
+    """q [n, heads, d] from position `start` on -> [n, heads, d].
 
-    pages  int32 [width], the sequence's page table row; unseen entries are not read. Others as in `extend_attention`
+    pages int32 [width]: the sequence's page table row; unseen entries are not read.
     """
     n, heads, _ = q.shape
     assert start + n <= pages.shape[0] * pool.shape[3], (start, n, pages.shape)
@@ -98,8 +94,7 @@ def paged_prefill(
 
 
 def _tile_sizes(d: int, values: int, itemsize: int, stored: int, shared: int) -> tuple[int, int]:
-    """Rows of a CTA and keys of a turn that shared memory holds. stored: bytes of a number in
-    pages; of one byte, registers hold half of a turn's keys in two."""
+    """Rows of a CTA and keys of a turn that fit shared memory. stored: bytes of a number in pages."""
     rows, keys = (16, 16) if itemsize == 4 else (_TILE_ROWS, 64 if d <= 256 else 16 * stored)
     turn = 4 * (d + values)  # bytes of a key and its value, of which the next turn's are on their way
     while keys > 16 and keys * turn > shared * 3 // 4:
@@ -117,8 +112,7 @@ def _extend(
 ):  # fmt: skip
     """TOKENS queries of a tile, times the heads of one KV head; VALUES of V's columns.
 
-    Keys in three runs: the window's edge, where some query does not see all, what all see, the
-    diagonal.
+    Keys in three runs: the window's edge, which only some queries see; keys that all see; the diagonal.
     """
     trigger(PDL)
     GROUP: constexpr = HEADS // KV_HEADS
