@@ -1,8 +1,6 @@
-"""Compiles a rank's kernels while it loads weights: `python -m engine.rank.compile_ahead
-'<CompileArgs>'`.
+"""Compiles a rank's kernels while it loads weights: `python -m engine.rank.compile_ahead '<CompileArgs>'`.
 
-Each process lists a share of the launches on the meta device, and compiles them into Triton's disk
-cache.
+Each process lists a share of the launches on the meta device, and fills Triton's disk cache.
 """
 
 import os
@@ -60,7 +58,7 @@ def launches(args: CompileArgs) -> list[ListedLaunch]:
 
 
 def main() -> None:
-    """Compile a share. Each process starts elsewhere, since many variants are in several shares."""
+    """Each process starts elsewhere, since many variants are in several shares."""
     args = msgspec.json.decode(sys.argv[1], type=CompileArgs)
     set_cache_keys()
     signal.alarm(int(args.config.boot_timeout_s))

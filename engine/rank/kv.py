@@ -3,7 +3,7 @@
 table [slots, width]              pool [owned layers, pages, 2, kv_heads, page, head_dim]
 slot 0 | 7 | 3 | 0 | 0 |   ->     page 7: positions 0 .. page - 1 of slot 0, page 3: the next ones
 slot 1 | 0 | 0 | 9 | 0 |          page 9: slot 1 has a window; its older pages were released
-                                  page 0: the null page; every table entry is valid in its pool
+                                  page 0: the null page; every table entry is valid
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,6 @@ ROW_TOKENS = 256  # a table row covers a multiple of so many positions: the step
 
 
 class GroupCache:
-    """Pool and table of one KV group, zero-filled. Page 0 is null."""
-
     def __init__(
         self,
         group: KVGroup,
@@ -52,7 +50,7 @@ class KVCache:
         return iter(self.groups)
 
     def of(self, layer: Layer) -> GroupCache:
-        """The group that holds what `layer` reads: its own K and V, or its producer's."""
+        """The group that holds the K and V that `layer` reads."""
         return self._of[layer.kv_source]
 
     def page_rows(self, sequences: int) -> PageIds:

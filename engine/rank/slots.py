@@ -80,7 +80,6 @@ class SlotState:
         self._store([Admission(self.padding, 0, (), 0, SamplingParams(max_tokens=1, temperature=0.0))])
 
     def _store(self, admissions: Sequence[Admission]) -> None:
-        """Upload the admissions' records, and launch `kernels.admissions`."""
         records = np.empty(len(admissions), _RECORD)
         rest = list[np.ndarray]()
         end = records.nbytes // 4

@@ -85,7 +85,6 @@ def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Hea
 
 
 def _usual(name: str) -> str:
-    """Quantisers have other spellings."""
     return name.replace(".moe.experts.", ".experts.").removesuffix("_inv")
 
 

@@ -1,12 +1,10 @@
-"""Gemma 4's audio encoders: the conformer tower of E2B and E4B, and the 12B's projection of raw
-samples.
+"""Gemma 4's audio encoders: the conformer tower of E2B and E4B, and the 12B's projection of raw samples.
 
     frames [f, 128] --two convolutions, each halves them--> x [ceil(f / 4), hidden]
     each layer   x = x + ff(x) / 2;  x = x + norm( attention( norm(x) ) );  x = x + convolution(x);  x = norm( x + ff'(x) / 2 )
     soft token   = W norm( W' x + b )          norm without weight; the 12B's: W norm(640 samples)
 
-Clips are a ragged batch: a row sees itself and the rows before it in its clip, `reach` in total, so
-a clip's soft tokens depend on that clip only.
+Clips are a ragged batch: a row sees at most `reach` rows, itself and earlier ones of its clip.
 """
 
 import math
@@ -27,14 +25,14 @@ from kernels.norm import rms_norm
 
 
 class Before(NamedTuple):
-    """Rows int64 [T, n] that each row sees, nearest first; bool, true where there is no such row."""
+    """Rows int64 [T, n] that each row sees, nearest first; none: bool, where there is no such row."""
 
     rows: Tensor
     none: Tensor
 
     @classmethod
     def of(cls, lengths: Sequence[int], count: int, device: torch.device) -> "Before":
-        """The table for consecutive clips of `lengths` rows."""
+        """For consecutive clips of `lengths` rows."""
         counts = torch.tensor(lengths)
         first = (counts.cumsum(0) - counts).repeat_interleave(counts)
         rows = torch.arange(sum(lengths))[:, None] - torch.arange(count)
@@ -43,8 +41,6 @@ class Before(NamedTuple):
 
 
 class Subsample(nn.Module):
-    """Two convolutions of stride 2 over time and mels, then a product."""
-
     def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
         super().__init__()
         first, second = geometry.channels

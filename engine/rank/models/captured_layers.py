@@ -30,8 +30,7 @@ RunLayers = Callable[[range, Tensor, Tensor, Rows], tuple[Tensor, Tensor]]
 class CapturedLayers:
     """`run` computes some of `count` layers and returns h and its normed form x.
 
-    Memory for inputs: states [2, SIZES[-1], hidden] of h and x; angles fp32 [2, SIZES[-1], head_dim
-    / 2] of cos and sin.
+    Input buffers: states [2, SIZES[-1], hidden] for h and x; angles fp32 [2, SIZES[-1], head_dim / 2].
     """
 
     def __init__(self, run: RunLayers, count: int, states: Tensor, angles: Tensor, graphs: StageGraphs) -> None:
@@ -46,7 +45,6 @@ class CapturedLayers:
                 h, x = graphs.capture(partial(run, part, h, x, rows), "layers", size, part.start)
 
     def fit(self, rows: Rows) -> bool:
-        """Whether a batch fits the graphs."""
         return len(rows.cos) <= SIZES[-1] and len(rows.starts) <= PICTURES + 1
 
     def pieces(self, h: Tensor, x: Tensor, rows: Rows) -> Launches:

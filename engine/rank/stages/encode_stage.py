@@ -3,8 +3,7 @@
     encoders' stream   | layer | layer | ... | layer |           a piece is launched between steps, once the previous one has ended
     the steps' stream  step   step   step   step     | gather | step with the rows
 
-Each rank encodes a share of a plan's items and gets all rows. A slot's outputs live until its next
-admission; a preempted sequence encodes again, or hits the cache.
+Each rank encodes a share of a plan's items and gets all rows. A slot's outputs live until its next admission.
 """
 
 from collections import Counter, defaultdict
@@ -33,7 +32,7 @@ _COUNTED_AS: dict[MediaKind, str] = {"image": "images", "video": "frames", "audi
 
 @dataclass
 class EncodedItem:
-    """positions int64 [n] of an item's soft tokens, ascending, on the host; output: once gathered."""
+    """positions int64 [n] of an item's soft tokens, ascending; output: once gathered."""
 
     item: MediaItem
     positions: np.ndarray
@@ -42,8 +41,6 @@ class EncodedItem:
 
 @dataclass(frozen=True)
 class EncodeShare:
-    """What a rank encodes of a plan's items."""
-
     encoder: MediaEncoder
     items: Sequence[MediaItem]
     inputs: Sequence[Tensor]  # of this rank, on the host
@@ -52,8 +49,7 @@ class EncodeShare:
 
 
 class EncodeStage:
-    """A rank's encoders by kind of media. ENCODER_CACHE_BYTES of outputs stay on the device, `host`
-    bytes on the host."""
+    """host: bytes of outputs cached on the host."""
 
     def __init__(self, encoders: Mapping[MediaKind, MediaEncoder], device: torch.device, parallel: Parallel, host: int) -> None:
         self._encoders, self._device, self._parallel = encoders, device, parallel
@@ -148,8 +144,7 @@ class EncodeStage:
                 share.parts.append((yield from share.encoder.pieces([uploaded(one, self._device) for one in batch])))
 
     def _gather(self) -> None:
-        """Launch what is left of the last encodes, gather rows on the steps' stream, cache them.
-        Waits for unread data, not for the device."""
+        """Launch what is left, gather rows on the steps' stream, cache them. Waits for unread data, not for the device."""
         if self._media:
             self._media.finish()
         while self._pieces is not None:
@@ -166,7 +161,7 @@ class EncodeStage:
         self._items, self._outputs, self._shares = [], {}, []
 
     def soft_tokens(self, chunks: Sequence[Chunk]) -> SoftTokens | None:
-        """The soft tokens of a step's chunks, or None. Items that end in a chunk are dropped."""
+        """The soft tokens of a step's chunks, or None. Drops items that end in a chunk."""
         reached = [(chunk, item) for chunk in chunks for item in self._slot_items[chunk.slot] if item.positions[0] < chunk.end]
         if any(encoded.output is None for _, encoded in reached):
             self._gather()
@@ -226,5 +221,5 @@ def reaches_encodes(plan: PlanView) -> bool:
 
 
 def _key(item: MediaItem) -> Key:
-    """The shape belongs to the key: equal bytes of another shape are another picture."""
+    """Equal bytes of another shape are another picture."""
     return item.digest, item.shape

@@ -23,8 +23,6 @@ LARGEST_SAMPLERS = SAMPLERS[1::2]  # which launch whatever the others do
 
 @dataclass(frozen=True)
 class StepTokens:
-    """What a step's rows sampled."""
-
     chosen: Tensor  # int32 [>= R, 2]: token (0: not sampled) and flags (`kernels.choose`)
     logprobs: Tensor | None = None  # int32 [n, 2 + 2 alternatives], of the rows that report them
     accepted: Tensor | None = None  # int32 [>= sequences]: tokens accepted of each sequence, for rows of several
@@ -55,8 +53,7 @@ class SampleStage:
         return StepTokens(*self.sampler.sample(self.model.head.logits(hidden), rows, inbox, asked))
 
     def prompt_logprobs(self, scored: Sequence[ScoredRows], batch: ForwardBatch, hidden: Tensor) -> Tensor:
-        """As `Sampler.token_logprobs`. hidden: final rows of the whole batch, in pieces of
-        `PIECE_LOGITS` (64 rows on one rank, 256 on four)."""
+        """As `Sampler.token_logprobs`. hidden: final rows of the whole batch."""
         tokens = self.slots.tokens
         rows = np.concatenate([part.chunk.offset + np.arange(part.count) for part in scored])
         index = uploaded(torch.from_numpy(rows), tokens.device)
