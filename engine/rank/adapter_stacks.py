@@ -45,7 +45,7 @@ class AdapterStack(nn.Module):
 
 
 class Place(NamedTuple):
-    """Where a matrix's product lies: part `part` of the stack of module `owner`; `expert`: of a matrix of experts."""
+    """Part `part` of the stack of module `owner`; `expert`: of a matrix of experts."""
 
     owner: str
     part: int
@@ -108,7 +108,7 @@ def _path(piece: Piece) -> str:
 
 
 def rows_of(piece: Piece) -> tuple[int, int]:
-    """The outputs [start, stop) of this rank's product that the matrix computes."""
+    """Outputs [start, stop) of this rank's product that the matrix computes."""
     (cut,) = piece.targets[0].cuts
     if cut.dim == 0:
         return cut.at, cut.at + cut.stop - cut.start
@@ -116,7 +116,6 @@ def rows_of(piece: Piece) -> tuple[int, int]:
 
 
 def columns_of(piece: Piece) -> tuple[int, int]:
-    """First column of the matrix on this rank, and their number."""
     (cut,) = piece.targets[0].cuts
     if cut.dim == 0:
         return 0, piece.shape[1]

@@ -55,7 +55,7 @@ class AdapterStore:
         self._host[adapter] = self._read(mapped)
 
     def place(self, adapter: int, slot: int) -> None:
-        """Copy from host memory to a device slot; returns when done."""
+        """Returns when the copy is done."""
         host = self._host[adapter]
         with self._copying():
             for path, stack in self._stacks.items():
@@ -142,7 +142,6 @@ def load_adapters(
 
 
 def _ranks_of(mapped: list[AdapterTensors]) -> dict[str, int]:
-    """The largest rank of each matrix that an adapter changes, by its name."""
     ranks: dict[str, int] = {}
     for adapter in mapped:
         for matrix in adapter.matrices:
@@ -173,7 +172,6 @@ def _acts(a: Tensor, b: Tensor, matrix: AdapterMatrix) -> bool:
 
 
 def _halves(matrix: AdapterMatrix, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """A and B of each of the model's matrices, by name."""
     for expert in range(max(1, matrix.experts)):
         inner = a[expert * matrix.rank : (expert + 1) * matrix.rank]
         outer = b.view(len(b), matrix.rank, -1)[:, :, expert]

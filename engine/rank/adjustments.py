@@ -21,10 +21,7 @@ _NO_STEP = -1  # the low word of no step that is reached
 
 
 class Adjustments:
-    """For `slots` slots and this rank's `ids`. width: most masks of a slot in a step.
-
-    Masks are stamped with their step, on host and device, and apply to no other.
-    """
+    """width: most masks of a slot in a step. Masks are stamped with their step, on host and device, and apply to no other."""
 
     def __init__(self, slots: int, ids: range, device: torch.device, width: int = 1) -> None:
         self.ids, self._device = ids, device
@@ -65,7 +62,6 @@ class Adjustments:
             self._put(self.tables.bad_words, slot, _padded(list(chain.from_iterable(adjustments.bad_words)), MAX_BAD_WORD_IDS, -1))
 
     def _counts(self, admission: Admission) -> np.ndarray:
-        """Token counts of an admission, int16 [n]; prompt tokens have IN_PROMPT set."""
         local = np.asarray(admission.tokens, np.int64) - self.ids.start
         parts = np.split(local, [admission.prompt])
         prompt, generated = (part[(part >= 0) & (part < len(self.ids))] for part in parts)

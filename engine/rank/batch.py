@@ -36,12 +36,10 @@ class Chunk:
 
 
 def chunk_rows(chunks: Sequence[Chunk]) -> int:
-    """The first row after `chunks`."""
     return chunks[-1].offset + chunks[-1].size if chunks else 0
 
 
 def last_seen_of(chunks: Sequence[Chunk], device: torch.device) -> Tensor | None:
-    """`ForwardBatch.last_seen` of chunks; None without spans."""
     if not any(chunk.spans for chunk in chunks):
         return None
     seen = torch.full((chunk_rows(chunks),), -1, dtype=torch.int32)

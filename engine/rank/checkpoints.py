@@ -1,4 +1,4 @@
-"""The checkpoints of a rank's models, for loading, `check-config` and `plan`. No torch at import."""
+"""The checkpoints of a rank's models. No torch at import."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -32,7 +32,6 @@ class Fp8Weight(Weight):
 
 
 def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Plain rows [..., m, n] -> values and scale."""
     packed = fp8_matrix(rows)
     assert packed.scale is not None
     return packed.values, packed.scale[..., None]

@@ -1,5 +1,4 @@
-"""CUDA graphs of a step's stages, by stage name and sizes. Their inputs are in `engine.rank.step`'s
-buffers."""
+"""CUDA graphs of a step's stages, by stage name and sizes."""
 
 from collections.abc import Callable, Hashable
 from typing import Any

@@ -54,7 +54,6 @@ class KVCache:
         return self._of[layer.kv_source]
 
     def page_rows(self, sequences: int) -> PageIds:
-        """int32 [sequences, read_width] of each group."""
         return tuple(cache.table.new_zeros(sequences, cache.read_width, dtype=torch.int32) for cache in self)
 
     def gather(self, slots: Tensor, positions: Tensor, pages: PageIds) -> PageIds:

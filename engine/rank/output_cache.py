@@ -30,7 +30,7 @@ class Outputs:
         return output
 
     def put(self, key: Key, output: EncodedRows) -> list[tuple[Key, EncodedRows]]:
-        """Add the most recent output; returns the evicted ones."""
+        """Returns the evicted outputs."""
         self._outputs[key] = output
         self.bytes += output.rows.nbytes
         left = []
@@ -54,7 +54,7 @@ class OutputCache:
         return output
 
     def put(self, key: Key, output: EncodedRows) -> None:
-        """Add the most recent output; the device's evictions go to the host."""
+        """The device's evictions go to the host."""
         for old, left in self.on_device.put(key, output):
             left.rows = downloaded(left.rows)
             self.evictions += len(self.on_host.put(old, left))

@@ -25,7 +25,7 @@ SYMMETRIC_BYTES = 512 << 10  # from about here on NCCL is the faster one
 
 
 class Parallel(Protocol):
-    """One rank of a group. All ranks call the same collectives in the same order with equal shapes."""
+    """All ranks call the same collectives in the same order with equal shapes."""
 
     rank: int
     size: int
@@ -97,7 +97,7 @@ class Single:
 
 
 class FirstOfGroup(Single):
-    """Rank 0 of a group on the meta device."""
+    """Rank 0 without the other ranks, on the meta device."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -173,7 +173,7 @@ def connect(rank: int, size: int, device: torch.device, reduce: int, store: str,
 
 
 def self_check(parallel: Parallel, device: torch.device, dtype: torch.dtype) -> None:
-    """Check sums and gathers of small integers, exact in bf16, in short and large messages. ConfigError."""
+    """Checks exchanges of small integers, exact in bf16, in short and large messages. ConfigError."""
     rank, size = parallel.rank, parallel.size
     for length in (64, max(SYMMETRIC_BYTES, SLOT_BYTES) // dtype.itemsize + 64):
         pattern = torch.arange(length, device=device).remainder(7).to(dtype)
@@ -186,7 +186,7 @@ def self_check(parallel: Parallel, device: torch.device, dtype: torch.dtype) -> 
 
 @torch.inference_mode()
 def check_own_rows(parallel: Parallel, sequence: SequenceParallel, dtype: torch.dtype) -> None:
-    """Check that sequence-parallel norms equal an all-reduce and a norm. ConfigError."""
+    """Sequence-parallel norms must equal an all-reduce and a norm. ConfigError."""
     rows, n = 16 * parallel.size, sequence.width
     part = torch.arange(rows * n, device=sequence.device).remainder(5 + parallel.rank).to(dtype).view(rows, n)
     norms, residual = Norms(*torch.ones_like(part[:2])), torch.ones_like(part)

@@ -37,11 +37,10 @@ class Exchange:
         self._eps = eps
 
     def product(self, weight: Weight, x: Activations, epilogue: Epilogue = NONE) -> Tensor:
-        """x [T, n] -> x W^T [T, m] with its epilogue, not summed over ranks."""
+        """Not summed over ranks."""
         return weight.product(x, epilogue)
 
     def column_parallel(self, weight: Weight, x: Rows) -> Tensor:
-        """x [T, n] -> x W^T [T, m]."""
         assert isinstance(x, Activations)
         return weight.product(x)
 
@@ -73,7 +72,6 @@ class Exchange:
         return x
 
     def of_rows(self, rows: Tensor) -> "Exchange":  # noqa: ARG002 (for those that know rows)
-        """The exchange for rows int64 [R]."""
         return self
 
 
@@ -95,7 +93,7 @@ class InboxExchange(Exchange):
 
 
 class OwnRows(Exchange):
-    """Sequence parallelism. A product of gathered rows computes each piece when it has arrived."""
+    """Sequence parallelism: a product of gathered rows computes each piece when it has arrived."""
 
     def __init__(self, parallel: Parallel, eps: float, sequence: SequenceParallel) -> None:
         super().__init__(parallel, eps)

@@ -39,8 +39,6 @@ from engine.step_shapes import StepShapes, StepSizes
 
 @dataclass(eq=False, repr=False)
 class Runner:
-    """`engine.rank.builder` makes its stages."""
-
     shapes: StepShapes
     slots: SlotState
     inputs: StepBuffers
@@ -55,7 +53,6 @@ class Runner:
 
     @property
     def state_hash(self) -> int:
-        """After the last finished step (`Launched.fold`)."""
         return self.report_stage.state_hash
 
     @torch.inference_mode()
@@ -87,7 +84,7 @@ class Runner:
             raise RuntimeError("another rank's part of an all-reduce did not come in time while decode steps were captured")
 
     def _captured(self) -> Iterator[StepSizes]:
-        """The sizes of captured steps, largest first. The empty plan, uploaded here, fits all."""
+        """Largest first. The empty plan, uploaded here, fits all."""
         self.inputs.upload(read_plan(encode_plan(StepPlan(0))))
         yield from reversed(self.shapes.sizes)
 
@@ -226,7 +223,6 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, masks: bytes = b"") -> Launched:
-        """Start sampling, with `masks` for masked rows, and the copy of outputs."""
         plan = step.plan
         if plan.masked:
             given = decode_masks(masks)

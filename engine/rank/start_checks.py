@@ -39,7 +39,6 @@ def is_untried(device: torch.device) -> bool:
 
 
 def check_kernels(device: torch.device) -> None:
-    """ConfigError names kernels that differ from plain torch."""
     _refuse(selfcheck.failures(selfcheck.CHECKS, device, torch.bfloat16))
 
 
@@ -111,7 +110,7 @@ def mismatches(
 def _poisoned_sequences(
     group: KVGroup, layer: Layer, spans: Sequence[tuple[int, int]], device: torch.device, chunks: tuple[Chunk, ...]
 ) -> tuple[GroupCache, ForwardBatch]:
-    """A slot for each span, its pages shuffled, with poison after its end and in its table's tail."""
+    """A slot for each span, pages shuffled, with poison after its end and in its table's tail."""
     generator = torch.Generator().manual_seed(group.head_dim)
     needed = [group.pages_for(start, end) if end else range(0) for start, end in spans]
     poisoned = 1 + sum(map(len, needed))

@@ -79,7 +79,7 @@ class StepBuffers:
         return replace(batch, soft=soft, last_seen=self._last_seen[:count])
 
     def with_adapters(self, batch: ForwardBatch) -> ForwardBatch:
-        """Add the adapters of the rows' slots. Capturable."""
+        """Capturable."""
         return replace(batch, adapters=self._slots.adapters.index_select(0, batch.slots))
 
     def batch(self, sizes: StepSizes) -> tuple[ForwardBatch, ForwardBatch]:
@@ -122,8 +122,8 @@ def chunks_of(plan: PlanView) -> tuple[Chunk, ...]:
 
 
 def _unique_appends(plan: PlanView) -> np.ndarray:
-    """The fixed sections with each table entry appended once: earlier appends to it, from a slot that changes its sequence within
-    the plan, get group -1.
+    """Each table entry is appended once: earlier appends to it, from a slot that changes its sequence within the plan, get group
+    -1.
     """
     fixed = plan.fixed.copy()
     first = HEADER + plan.rows.size + plan.chunks.size

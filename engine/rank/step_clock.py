@@ -54,5 +54,5 @@ def record_event(device: torch.device) -> DeviceEvent:
 
 
 def elapsed_us(first: DeviceEvent, last: DeviceEvent) -> int:
-    """Microseconds between two recorded events that the device has reached."""
+    """Between two recorded events that the device has reached."""
     return max(0, round(1e3 * first.elapsed_time(last)))

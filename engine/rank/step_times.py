@@ -82,7 +82,6 @@ def _points(most: int, usual: tuple[int, ...]) -> list[int]:
 
 
 def _ascending(points: list[tuple[int, float]]) -> Measured:
-    """Make times strictly ascending, despite noise."""
     least, ascending = 0.0, []
     for rows, milliseconds in points:
         least = max(milliseconds, least + 1e-3)
@@ -117,7 +116,7 @@ class _Probe:
         return self._timed(first, plan) - alone
 
     def drafting_ms(self, sequences: int, context: int, prefills: Measured, width: int) -> float:
-        """Extra time of drafts in a step with prompt tokens, beyond their rows."""
+        """Extra time of drafts, beyond their rows."""
         drafted = self.mixed_ms(sequences, context, prefills, width, width - 1)
         return max(0.0, drafted - max(0.0, self.mixed_ms(sequences, context, prefills)))
 

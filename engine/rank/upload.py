@@ -15,13 +15,12 @@ def staging(to: device, *shape: int) -> Iterator[Tensor]:
 
 
 def uploaded(tensor: Tensor, to: device) -> Tensor:
-    """Through pinned memory on a GPU, which torch keeps until the copy ends; on a CPU the tensor
-    itself."""
+    """Through pinned memory on a GPU, which torch keeps until the copy ends."""
     return tensor.pin_memory().to(to, non_blocking=True) if to.type == "cuda" else tensor.to(to)
 
 
 def downloaded(tensor: Tensor, host: Tensor | None = None) -> Tensor:
-    """Copy a device tensor to `host`, pinned memory of its shape, or to new memory."""
+    """`host`: pinned memory of the tensor's shape."""
     if not tensor.is_cuda:
         return tensor.clone()
     if host is None:

@@ -88,7 +88,7 @@ class Weight(nn.Module):
 
 
 class OwnProduct(Weight):
-    """A format with a product of its own, not of `kernels.linear`."""
+    """A format whose product is not of `kernels.linear`."""
 
     def rows_product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x [T, n] -> x W^T [T, m] in this dtype."""

@@ -71,7 +71,6 @@ class AttentionBackend:
     parts: Mapping[RowKind, Sequence[AttentionPart]]
 
     def prepare(self, batch: ForwardBatch) -> AttentionPlan:
-        """As `AttentionPart.prepare`."""
         return tuple(tuple(part.prepare(block) for part in self.parts[block.kind]) for block in batch.blocks)
 
     def store(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch) -> None:

@@ -149,7 +149,7 @@ class TrtllmDecode:
 
 
 class ChunkRows(NamedTuple):
-    """A step's chunks. queries and keys int32 [chunks + 1]: running sums; longest: in queries."""
+    """queries and keys int32 [chunks + 1]: running sums; longest: in queries."""
 
     rows: TableRows
     queries: Tensor
@@ -163,7 +163,7 @@ class TrtllmExtend:
         self._cache, self._settings, self._scratch = cache, settings, scratch
 
     def prepare(self, block: ForwardBatch) -> ChunkRows:
-        """Gather the chunks' page table rows, zero after their ends, and running sums."""
+        """The chunks' page table rows, zero after their ends, and running sums."""
         assert block.chunk_list is not None
         slots, _, starts, sizes = block.chunk_list[: len(block.chunks)].T.contiguous()
         lengths = starts + sizes

@@ -63,7 +63,7 @@ class _Tensors(NamedTuple):
 
 
 def adapter_pieces(tensors: TensorTable, geometry: Geometry, rank: int = 0, size: int = 1) -> dict[str, Piece]:
-    """The model's matrices by the names that adapters use, as `rank` of `size` cuts them."""
+    """By the names that adapters use, as `rank` of `size` cuts them."""
     every = pieces(tensors, geometry, rank, size, _ONE_EACH)
     return {name: piece for name, piece in every.items() if piece.kind in ("matrix", "unpacked")}
 
@@ -118,7 +118,6 @@ def _modules(found: _Tensors, complaints: list[str]) -> Iterator[str]:
 
 
 def _is_unread(module: str, tensors: TensorTable, geometry: Geometry) -> bool:
-    """Whether it is K or V of a layer that reads another's."""
     name = tensors.published_name(f"{module}.weight", geometry)
     inner = name.removeprefix(geometry.prefix).removesuffix(".weight")
     return _UNREAD.fullmatch(inner) is not None and tensors.is_unused(name, geometry)

@@ -100,7 +100,6 @@ def _pack(file: Any, header: TensorHeader, piece: Piece, parameters: dict[str, T
 
 
 def _of_rows(tensor: StoredTensor, scale: Tensor, first: int, stop: int) -> Tensor:
-    """A scale's elements for rows [first, stop)."""
     unit = tensor.block[0]
     return scale[first // unit : -(-stop // unit)] if unit else scale
 

@@ -1,4 +1,4 @@
-"""What a rank keeps of each checkpoint tensor, and where it goes. No torch at import."""
+"""What a rank keeps of each checkpoint tensor, and where. No torch at import."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -145,7 +145,6 @@ def _stored(
 
 
 def elements(tensors: TensorTable, geometry: Geometry) -> int:
-    """Elements of the whole model's tensors, however they are stored."""
     return sum(math.prod(piece.shape) for piece in pieces(tensors, geometry).values())
 
 

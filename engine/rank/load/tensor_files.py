@@ -109,7 +109,7 @@ def by_file(by_name: Headers) -> Iterator[tuple[str, TensorHeader, Any]]:
 
 @contextmanager
 def opened(path: Path, framework: str = "pt") -> Iterator[Any]:
-    """Map the file. CheckpointError: absent, cut short or no safetensors file."""
+    """CheckpointError: absent, cut short or no safetensors file."""
     try:
         with safe_open(path, framework=framework) as file:
             yield file

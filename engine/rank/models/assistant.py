@@ -80,7 +80,7 @@ class Assistant(Shard):
         self.frequencies: RopeTensors = frequencies_of(geometry.layers, device)
 
     def forward(self, embedded: Tensor, hidden: Tensor, step: LayerStep) -> Tensor:
-        """embedded and hidden [R, backbone] of decode rows -> final rows [R, hidden]."""
+        """embedded and hidden [R, backbone] -> final rows [R, hidden]."""
         first_norm, *next_norms = pre_norms(self.blocks, self.norm)
         projected = self.pre.product(torch.cat([embedded, hidden], 1))
         h, x = step.exchange.norm(projected, None, first_norm.after(None))

@@ -32,7 +32,6 @@ class Before(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int], count: int, device: torch.device) -> "Before":
-        """For consecutive clips of `lengths` rows."""
         counts = torch.tensor(lengths)
         first = (counts.cumsum(0) - counts).repeat_interleave(counts)
         rows = torch.arange(sum(lengths))[:, None] - torch.arange(count)
@@ -129,7 +128,7 @@ class AudioBlock(nn.Module):
 
 
 class AudioEncoder(MediaEncoder):
-    """Encodes clips fp32 [rows, features]. Without a tower it projects the rows."""
+    """Clips are fp32 [rows, features]. Without a tower it projects the rows."""
 
     geometry: AudioGeometry
 

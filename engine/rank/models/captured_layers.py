@@ -16,8 +16,6 @@ SIZES = (*range(288, 2593, 288), *range(3168, CAPTURED_PATCHES + 1, 576))  # 252
 
 
 class Rows(NamedTuple):
-    """Inputs of all layers."""
-
     cos: Tensor  # fp32 [T, head_dim / 2], as sin
     sin: Tensor
     starts: Tensor  # int32 [pictures + 1]

@@ -39,7 +39,6 @@ class VocabTable(nn.Module):
         return self.head.rows(ids, self._first, self._placeholders, self._pad)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [T, width] -> fp32 [T, share]."""
         logits = self.head.product(x, FP32)
         if self._filled < logits.shape[1]:
             logits[:, self._filled :] = -torch.inf
@@ -58,7 +57,6 @@ class Mlp(nn.Module):
         return exchange.row_parallel(self.down, exchange.gated(self.gate_up, x, self.down))
 
     def local(self, x: Activations, exchange: Exchange) -> Tensor:
-        """This rank's part as a tensor [T, hidden]."""
         inner = exchange.gated(self.gate_up, x, self.down)
         assert isinstance(inner, Activations)
         return exchange.product(self.down, inner)

@@ -130,7 +130,6 @@ class Tower(VisionEncoder):
         return h, x
 
     def _rows(self, pictures: Sequence[Tensor]) -> tuple[Tensor, Tensor, Rows]:
-        """x and y of each patch, int64 [T], and the layers' inputs."""
         counts = [picture.numel() // (3 * PATCH**2) for picture in pictures]
         host = _positions(pictures, CELL)
         starts = np.cumsum([0, *counts])
@@ -166,8 +165,7 @@ class VisionEmbedder(VisionEncoder):
 
 
 def _patches(pictures: Sequence[Tensor], cell: int) -> Tensor:
-    """uint8 [height, width, 3] each -> fp32 [patches, pixels], 0 to 1, of 48 / cell pixels a side. A cell's patches are
-    consecutive."""
+    """uint8 [height, width, 3] each -> fp32 [patches, pixels], 0 to 1; a cell's patches are consecutive."""
     side = SIDE // cell
     cut = [picture.view(len(picture) // SIDE, cell, side, -1, cell, side, 3) for picture in pictures]
     patches = [one.permute(0, 3, 1, 4, 2, 5, 6).reshape(-1, 3 * side**2) for one in cut]

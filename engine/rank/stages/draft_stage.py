@@ -65,7 +65,6 @@ class DraftStage:
                 hidden = drafter.post.product(final)
 
     def last_drafts(self, sequences: int, count: int) -> Tensor:
-        """int32 [sequences, count]."""
         slots = self._rows.slots[:sequences, None].long()
         positions = self._rows.positions[1 : 1 + count, :sequences].T.long()
         return self._slots.tokens[slots, positions + 1]

@@ -87,7 +87,7 @@ class EncodeStage:
 
     @property
     def ended(self) -> int:
-        """Plans whose encodes have ended since boot."""
+        """Plans whose encodes have ended."""
         running = self._pieces is not None or (self._end is not None and not self._end.query())
         return self._plans - running
 
@@ -96,8 +96,7 @@ class EncodeStage:
             self._slot_items.pop(admission.slot, None)
 
     def encode(self, slots: Sequence[int], media: MediaReader) -> None:
-        """Begin the encodes of a plan, whose items are next in `media`; `advance` continues. slots:
-        of each item."""
+        """Begin the encodes of a plan, whose items are next in `media`. slots: of each item."""
         self._gather()
         self._media, items = media, media.items()
         asked = {_key(item): item for item in items}
@@ -161,7 +160,7 @@ class EncodeStage:
         self._items, self._outputs, self._shares = [], {}, []
 
     def soft_tokens(self, chunks: Sequence[Chunk]) -> SoftTokens | None:
-        """The soft tokens of a step's chunks, or None. Drops items that end in a chunk."""
+        """Drops items that end in a chunk."""
         reached = [(chunk, item) for chunk in chunks for item in self._slot_items[chunk.slot] if item.positions[0] < chunk.end]
         if any(encoded.output is None for _, encoded in reached):
             self._gather()

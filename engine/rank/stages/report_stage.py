@@ -25,7 +25,7 @@ from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 
 @dataclass(frozen=True)
 class Launched:
-    """A launched step: call `result`, then `fold`, each once and in plan order."""
+    """Call `result`, then `fold`, each once and in plan order."""
 
     step: int
     hashed: tuple[bytes, bytes]  # the bytes of its plan and its masks

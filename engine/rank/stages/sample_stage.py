@@ -44,7 +44,6 @@ class SampleStage:
     inboxes: Inboxes | None
 
     def sample(self, plan: Tensor, batch: ForwardBatch, hidden: Tensor, asked: ResultRows) -> StepTokens:
-        """plan: the step's, which adjusted rows read."""
         rows = self.sampler.batch(batch.slots, batch.positions, self.slots.parameters, self.slots.tokens)
         if asked.adjusted:
             tables = self.slots.adjustments.tables
