@@ -161,21 +161,19 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dic
 
     @property
     def drafts(self) -> tuple[int, ...]:
-        """Draft lengths that a step may have, ascending; the core chooses."""
+        """Draft lengths that a step may have, ascending."""
         if self.mtp.model is None:
             return (0,)
         return AUTO_DRAFTS if self.mtp.drafts == "auto" else tuple(sorted({0, self.mtp.drafts}))
 
     @property
     def step_limit_ms(self) -> float | None:
-        """`longest_step_ms`, or its default."""
         if self.longest_step_ms is None and self.device == "cuda":
             return LONGEST_STEP_MS
         return self.longest_step_ms
 
     @property
     def adapter_slots(self) -> int:
-        """Adapters on the device at once."""
         return self.max_adapters or len(self.adapters)
 
     @property
@@ -190,7 +188,7 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dic
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Padded widths of decode rows on a GPU, ascending: 1, and 1 + drafts."""
+        """Padded widths of decode rows on a GPU, ascending."""
         return tuple(sorted({1, *(1 + drafts for drafts in self.drafts)}))
 
     @property
@@ -203,7 +201,7 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dic
 
 
 def engine_config(**settings: object) -> EngineConfig:
-    """A checked EngineConfig. ConfigError names a key that is unknown, mistyped or impossible."""
+    """ConfigError names a key that is unknown, mistyped or impossible."""
     try:
         config = msgspec.convert(settings, EngineConfig)
     except msgspec.ValidationError as error:

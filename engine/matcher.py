@@ -49,7 +49,7 @@ _CLOSERS = frozenset(b'"}],:')  # tokens that begin with one of these lead out o
 
 
 def threads(most: int) -> int:
-    """Threads that compile grammars or make masks: a quarter of the cores, at most `most`."""
+    """A quarter of the cores, at most `most`."""
     return max(1, min(most, (os.cpu_count() or 1) // 4))
 
 
@@ -89,8 +89,8 @@ class Vocabulary:
         return cls(Pieces.of(read_tokenizer(folder)), read_eos(folder), read_model(folder).vocab)
 
     def complaint(self, grammar: str) -> str | None:
-        """What of the grammar cannot be kept, in a sentence; None: random replies met no error, with less fuel than the core
-        gives them. It walks at most some 300 masks, in _CHECK_S.
+        """What is wrong with the grammar, in a sentence; None: random replies met no error, with less fuel than the core gives.
+        Walks at most some 300 masks, in _CHECK_S.
         """
         ends = time.thread_time() + _CHECK_S
         try:
@@ -110,8 +110,8 @@ class Vocabulary:
         return Matcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits), self.size)
 
     def _walk(self, matcher: "Matcher", rng: random.Random, ends: float) -> int:
-        """Write random tokens that the grammar allows, half of them such that end something, until `ends` by the clock of this
-        thread; returns how many. GenerationFailed: none is allowed."""
+        """Consume random allowed tokens, half of them such that end something, until `ends` by this thread's clock; returns their
+        number. GenerationFailed: none is allowed."""
         for count in range(_WALK_TOKENS):
             allowed = matcher.mask()
             closers = allowed & self._closers
@@ -157,7 +157,7 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """Whether the reply may end here."""
+        """The reply may end here."""
         return self.inner.is_accepting()
 
     def mask(self) -> np.ndarray:
@@ -196,11 +196,11 @@ class Matcher:
             raise GenerationFailed("no token of this model can go on as the grammar wants")
 
     def fresh(self, *, frees: bool) -> "Matcher":
-        """A copy at the beginning of the grammar, where this one must be."""
+        """A copy, if this one is at the beginning."""
         return Matcher(self.inner.deep_copy(), self._size, frees=frees)
 
     def consume(self, token: int) -> None:
-        """Advance by a sampled token. GenerationFailed if its mask forbids it."""
+        """GenerationFailed if the token's mask forbids it."""
         self.inner.consume_token(token)
         self._check()
 
@@ -210,7 +210,6 @@ class Matcher:
 
 
 def _bits_of(tokens: Sequence[int], size: int) -> np.ndarray:
-    """A mask of these tokens, int32 [words]."""
     flags = np.zeros(32 * mask_words(size), np.uint8)
     flags[np.asarray(tokens, np.int64)] = 1
     return np.packbits(flags, bitorder="little").view(np.int32)

@@ -34,8 +34,7 @@ def kv_budget(config: EngineConfig, total: int, used: int) -> int:
 
 
 def reserved_bytes(config: EngineConfig) -> int:
-    """Returns the bytes that a rank takes on a GPU once its pools are sized: for sampling, for encoders, and for products of many
-    rows with int4 weights."""
+    """What a rank takes on a GPU after its pools are sized: for sampling, encoders, and products of many rows with int4 weights."""
     sampling = sampling_bytes(config.max_seqs, config.geometry.vocab, config.tp, config.widest) + unpacked_bytes(config)
     encoders = config.media.values()
     activations = max((encoder_row_bytes(encoder, ITEMSIZE[config.dtype]) for encoder in encoders), default=0)
@@ -44,8 +43,7 @@ def reserved_bytes(config: EngineConfig) -> int:
 
 
 def unpacked_bytes(config: EngineConfig) -> int:
-    """Returns the bytes of the largest int4 matrix in the dtype of activations: products of many rows make one at a time. Experts
-    are read as they are stored."""
+    """The largest int4 matrix in the dtype of activations: products of many rows unpack one at a time. Experts are not unpacked."""
     if "int4" not in read_quantisation(Path(config.model), config.weights).name:
         return 0
     geometry = config.geometry
@@ -88,15 +86,14 @@ def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
 
 
 def sampling_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
-    """`adjustment_bytes`; three copies of a step's logits, `width` rows a sequence (captured,
-    eager, and originals for logprobs); PIECES of logits."""
+    """`adjustment_bytes`; three copies of a step's logits, `width` rows a sequence (captured, eager, originals for logprobs);
+    PIECES of logits."""
     logits = 4 * buckets(max_seqs)[-1] * width * vocab_share(vocab, tp)
     return adjustment_bytes(max_seqs, vocab, tp, width) + 3 * logits + 4 * PIECES * PIECE_LOGITS
 
 
 def adjustment_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
-    """Bytes of the tables of adjusted logits, of all slots and the padding's
-    (`kernels.sampling_batch.SlotAdjustments`)."""
+    """Bytes of `kernels.sampling_batch.SlotAdjustments`, of all slots and the padding's."""
     share = vocab_share(vocab, tp)
     words = max(((rank + 1) * share - 1 >> 5) - (rank * share >> 5) + 1 for rank in range(tp))
     counts, masks = 2 * share, (1 + width) * 4 * words  # a count of each id; what may come always, and at each token of a step
@@ -120,16 +117,15 @@ def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
 
 
 def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int]) -> int:
-    """Tokens of the longest sequence that the pools hold alone. Full attention decides. The last
-    token needs no page."""
+    """Tokens of the longest sequence that the pools hold alone: full attention decides; the last token needs no page."""
     return (pages[-1] - 1) * groups[-1].page + 1
 
 
 def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available: int) -> tuple[int, ...]:
-    """Pages of each group, null page included, for one rank. ConfigError with the numbers.
+    """Pages of each group on one rank, null page included. ConfigError with the numbers.
 
-    A sliding group gets what all slots and plans in flight can hold, and a window for each cached
-    conversation; a full group the rest, at most `max_seqs` sequences of `max_len`.
+    A sliding group gets what all slots and plans in flight can hold, and a window for each cached conversation; a full group the
+    rest, at most `max_seqs` sequences of `max_len`.
     """
     *sliding, full = groups
     spent = sum(_sliding_pages(group, config) * group.page_bytes for group in sliding)
@@ -151,8 +147,8 @@ def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available:
 
 
 def _sliding_pages(group: KVGroup, config: EngineConfig) -> int:
-    """Returns the pages of a sliding group for the windows of all slots, the prompts of the plans that are out (held until their
-    results are in), and the null page; never fewer than the largest picture takes."""
+    """For the windows of all slots, prompts of plans in flight (held until their results are in), and the null page; never fewer
+    than the largest picture takes."""
     assert group.window is not None
     window = -(-(group.window + 1) // group.page) + 1
     limit = config.max_seqs * -(-config.max_len // group.page) + 1

@@ -1,7 +1,6 @@
 """StepPlan (core -> ranks) and StepResult (rank 0 -> core), and their bytes.
 
-Little-endian; header and fixed-width sections are one run of int32 that a rank copies to its
-device.
+Little-endian; header and fixed-width sections are one run of int32 that a rank copies to its device.
 
     StepPlan    header [16] | rows [n,3] | chunks [n,6] | appends [n,4] | releases [n,4] | zeros [n,2] | spans [n,2] | encodes [n,4]
                 | admissions, msgpack
@@ -9,17 +8,16 @@ device.
 
     plan header, int32: 0, flags, step (two words), rows of each section, bytes of admissions; drafts; 0 ...
     rows      slot, width, flags       decode rows: the next token and width - 1 drafts
-    chunks    slot, start, end, first_logit, first span, spans       positions [start, end) of a prompt, of which those from
-              first_logit on want logits (none, if it is end); the last one's give the token at `end`
-    appends   group, slot, entry, page          that entry of the slot's table row in the group becomes `page`
+    chunks    slot, start, end, first_logit, first span, spans       positions [start, end) of a prompt; those from first_logit on
+              want logits; the last one's give the token at `end`
+    appends   group, slot, entry, page          that entry of the slot's table row becomes `page`
     releases  group, slot, first, count         entries [first, first + count) there become the null page
-    zeros     group, page                       a page to be zeroed before the step writes to it
+    zeros     group, page                       zeroed before the step writes to it
     spans     begin, end                        positions of a chunk that attend bidirectionally
     encodes   slot, first position, rows, item  a media item to encode
     table     slot, number & NUMBER_MASK, tokens given, flags, W tokens, D new drafts, if the plan is masked
 
-A plan is a diff: releases, admissions (which clear table rows), appends and zeros, then one
-forward.
+A plan is a diff: releases, admissions (which clear table rows), appends and zeros, then one forward.
 """
 
 import struct
@@ -73,17 +71,15 @@ NUMBER_MASK = 0x7FFFFFFF  # of an admission's number, what a result row carries
 
 
 def in_result_order(chunks: Iterable[T], rows: Iterable[T]) -> list[T]:
-    """The order of a result's rows: chunks that give a token, then decode rows."""
+    """Chunks that give a token, then decode rows."""
     return [*chunks, *rows]
 
 
 class Admission(NamedTuple):
-    """A sequence takes `slot`: all its tokens so far (after a preemption also generated ones) and how it samples. One whose rows in
-    flight are dropped takes its own slot again, with the pages that it has.
+    """A sequence takes `slot`. One whose rows in flight are dropped takes its own slot again, with its pages.
 
-    `number` grows with every admission, so that a result can be told from one of the slot's last sequence. `prompt` is the
-    length of the prompt proper; `params.min_tokens` counts from there. `cached`: positions whose K and V its pages hold already.
-    `tokens` may be any sequence of integers; a rank reads it as an int32 array. `adapter`: its slot (`AdapterSlots`).
+    `number` tells a result from one of the slot's last sequence. A rank reads `tokens` as an int32 array. `adapter`: its slot
+    (`AdapterSlots`).
     """
 
     slot: int
@@ -146,8 +142,7 @@ class PlanView(NamedTuple):
 
 
 class ResultRow(NamedTuple):
-    """One result row. Without tokens nothing was sampled: `nan`, the logits had NaN; `empty`, every
-    id was forbidden."""
+    """Without tokens nothing was sampled: `nan`, the logits had NaN; `empty`, every id was forbidden."""
 
     slot: int
     number: int
@@ -169,13 +164,13 @@ _decode_reports = msgspec.msgpack.Decoder(tuple[dict[int, list[Logprobs]], list[
 
 
 def has_numbers(logprobs: PromptLogprobs) -> bool:
-    """Whether no logprob is NaN; -inf is a number."""
+    """Whether no logprob is NaN."""
     words = np.frombuffer(logprobs.words, "<f4").reshape(logprobs.count, -1)
     return not np.isnan(words[:, 0]).any()
 
 
 class StepResult(NamedTuple):
-    """Rank 0 -> core, one for every plan, in order."""
+    """One for every plan, in order."""
 
     step: int
     table: np.ndarray  # int32 [n, 4 + W + D], in the order of result rows
@@ -195,7 +190,6 @@ class StepResult(NamedTuple):
 
 
 def single_rows(slots: Iterable[int]) -> Section:
-    """Decode rows of one token each."""
     return [(slot, 1, 0) for slot in slots]
 
 
@@ -223,7 +217,7 @@ def largest_plan(seqs: int, max_len: int, budget: int, page: int, groups: int, *
 
 
 def most_appends(seqs: int, budget: int, page: int, groups: int, width: int) -> int:
-    """Upper bound of appended pages for rows and chunks; an admission's are counted with it."""
+    """Upper bound for rows and chunks; an admission's are counted with it."""
     return groups * (budget // page + seqs * -(-width // page))
 
 
@@ -246,7 +240,7 @@ def read_header(data: bytes) -> tuple[bool, bool]:
 
 
 def read_plan(data: bytes) -> PlanView:
-    """Read a plan in place. ValueError: wrong length."""
+    """Reads in place. ValueError: wrong length."""
     flags, step, *counts, size, drafts = _PLAN.unpack_from(data)
     sections, end = {}, HEADER
     for (name, width), count in zip(SECTIONS.items(), counts, strict=True):
@@ -284,12 +278,12 @@ def encode_rows(
 
 
 def with_time(result: bytes, took_us: int) -> bytes:
-    """The result with its step's time, which replays lack."""
+    """Adds the step's time, which replays lack."""
     return struct.pack("<I", took_us) + result[4:]
 
 
 def decode_result(data: bytes) -> StepResult:
-    """Read a result in place. Raises for a wrong length."""
+    """Reads in place. Raises for a wrong length."""
     took_us, step, n_rows, width, ended = _RESULT.unpack_from(data)
     columns = RESULT_HEAD + width
     table = np.frombuffer(data, np.int32, n_rows * columns, _RESULT.size).reshape(n_rows, columns)

@@ -18,7 +18,7 @@ _decode = msgspec.msgpack.Decoder(tuple[MediaItem, ...]).decode
 
 
 def write_media(ring: RingWriter, items: Sequence[MediaItem]) -> None:
-    """Send a plan's items to the ranks. Waits while one is a whole ring late."""
+    """Waits while a rank is a whole ring late."""
     headers = encode_message([msgspec.structs.replace(item, data=b"") for item in items])
     for record in (memoryview(headers), *_records(item.data for item in items)):
         ring.write(ring.step + 1, record)
@@ -50,7 +50,6 @@ class MediaReader:
         return True
 
     def finish(self) -> None:
-        """Wait for the remaining data."""
         while self.left:
             if not self.advance():
                 self._waiter.wait()

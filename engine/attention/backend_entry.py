@@ -1,4 +1,4 @@
-"""What is known of an attention backend without torch: its name, its device, what it needs."""
+"""An attention backend without torch: its name, device and requirements."""
 
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
@@ -10,8 +10,6 @@ ROW_KINDS: tuple[RowKind, ...] = ("decode", "extend")
 
 
 class Platform(NamedTuple):
-    """What backends depend on."""
-
     architecture: tuple[int, int] | None  # the GPUs' compute capability; None on the CPU
     flashinfer: FlashInferFiles
     dtype: str = "bfloat16"
@@ -21,7 +19,6 @@ class Platform(NamedTuple):
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """Where the ranks compute."""
         return "cpu" if self.architecture is None else "cuda"
 
     @property
@@ -31,7 +28,7 @@ class Platform(NamedTuple):
 
 
 class Obstacle(NamedTuple):
-    """Why a backend is not chosen, and what would help. `by_default`: it can still be asked for."""
+    """Why a backend is not chosen, and advice. `by_default`: it can still be asked for."""
 
     reason: str
     advice: str = ""
@@ -48,8 +45,6 @@ class PackageState(NamedTuple):
 
 
 class BackendEntry(NamedTuple):
-    """An attention backend."""
-
     name: str
     device: Literal["cpu", "cuda"]
     parts: str  # the module in `engine/rank/attention/` whose `parts` makes them (`base.AttentionParts`)

@@ -34,8 +34,7 @@ def _obstacles(kind: RowKind, platform: Platform) -> Iterator[Obstacle]:
 
 
 def _missing(platform: Platform, *, fetched: bool) -> Iterator[Obstacle]:
-    """Yields what FlashInfer lacks here. fetched: it would otherwise fetch the kernels at the first
-    request."""
+    """fetched: FlashInfer would fetch missing kernels at the first request."""
     files = platform.flashinfer
     if files.version is None:
         yield Obstacle(f"{platform.gpu} without FlashInfer", "make install-gpu")
