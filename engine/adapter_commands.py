@@ -1,7 +1,7 @@
 """What a replica asks of its ranks about adapters while they serve, over a socket to each rank.
 
     replica -> rank   ReadAdapter    read and check a folder; keep the rank's part in host memory
-                      PlaceAdapter   copy an adapter from host memory to a device slot
+                      PlaceAdapter   copy an adapter to a device slot
                       DropAdapter    forget it
     rank -> replica   CommandDone    one for each command. Other commands overtake a read
 """

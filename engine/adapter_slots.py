@@ -3,7 +3,7 @@
     add --> known --want--> placing, once a slot is free --placed--> ready --> another one wants its slot
     remove --> leaving, refused to new requests --> dropped, once no request has it
 
-The replica has the ranks read, place and drop adapters. `orders` is what the core asks it for.
+`orders` is what the core asks the replica for.
 """
 
 from collections.abc import Collection
@@ -32,7 +32,6 @@ class AdapterSlots:
         return adapter == NO_ADAPTER or adapter in self._known
 
     def add(self, adapter: int) -> None:
-        """Every rank has read it."""
         self._known.add(adapter)
 
     def remove(self, adapter: int) -> None:
@@ -45,7 +44,7 @@ class AdapterSlots:
         return adapter == NO_ADAPTER or adapter in self._ready
 
     def use(self, adapter: int) -> int:
-        """The slot of a ready adapter, now the most recently used one; NO_ADAPTER for none."""
+        """The slot of a ready adapter, now the most recently used one."""
         if adapter == NO_ADAPTER:
             return NO_ADAPTER
         slot = self._ready.pop(adapter)
@@ -67,12 +66,10 @@ class AdapterSlots:
         return True
 
     def placed(self, adapter: int) -> None:
-        """Every rank has copied it to its slot."""
         self._ready[adapter] = self._placing.pop(adapter)
 
     @property
     def has_orders(self) -> bool:
-        """Whether `orders` may have some."""
         return bool(self._leaving or self._orders)
 
     def orders(self, used: Collection[int]) -> AdapterOrders:

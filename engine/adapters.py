@@ -41,8 +41,6 @@ _CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mmd")  # ini
 
 
 class _PeftConfig(FrozenStruct):
-    """The keys of adapter_config.json that are read."""
-
     peft_type: str
     r: _Rank
     lora_alpha: _Alpha

@@ -36,7 +36,7 @@ class AudioGeometry(Geometry):
 
     @property
     def unified(self) -> bool:
-        """It is the 12B's, without a tower."""
+        """The 12B's, without a tower."""
         return not self.reach
 
     def check(self, item: MediaItem) -> None:

@@ -5,8 +5,8 @@
 
     record = size u32 | checksum u32 | step u64 | payload, padded to 8
 
-Counters are published after the bytes that they count. A size of 0xFFFFFFFF continues at the start. A step that is not the next,
-or a checksum that stays wrong for a millisecond, raises ChannelBroken.
+Counters are published after the bytes that they count. A size of 0xFFFFFFFF continues at the start. A wrong step, or a checksum
+that stays wrong for a millisecond, raises ChannelBroken.
 """
 
 import mmap
@@ -41,7 +41,7 @@ class ChannelBroken(RuntimeError):
 
 
 def create_shared(name: str, size: int) -> int:
-    """A descriptor of zeroed anonymous shared memory, inherited through pass_fds."""
+    """Zeroed anonymous shared memory, inherited through pass_fds."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(fd, size)
     return fd
@@ -89,7 +89,7 @@ class _Ring:
 
 
 class RingWriter(_Ring):
-    """`write` waits for the slowest of `readers`. `step`: of the last record."""
+    """`step`: of the last record."""
 
     def __init__(self, memory: memoryview, readers: int, waiter: Waiter | None = None) -> None:
         super().__init__(memory, readers)
@@ -98,7 +98,7 @@ class RingWriter(_Ring):
         self.step = 0
 
     def write(self, step: int, payload: bytes | memoryview) -> None:
-        """Publish a record. Waits while a reader is a whole ring late."""
+        """Waits while a reader is a whole ring late."""
         size = _RECORD.size + (len(payload) + 7) // 8 * 8
         if size > self._capacity // 2:
             raise ChannelBroken(f"a record of {len(payload)} bytes does not fit a ring of {self._capacity}")

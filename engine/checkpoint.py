@@ -89,7 +89,7 @@ def generation_config(folder: Path) -> JsonObject:
 
 
 def token_ids(folder: Path, key: str, given: object) -> tuple[int, ...]:
-    """The ids under `key`: several, one, or None. CheckpointError: one is outside the vocabulary."""
+    """`given`: several ids, one, or None. CheckpointError: one is outside the vocabulary."""
     ids = given if isinstance(given, list) else [] if given is None else [given]
     own = Annotated[int, msgspec.Meta(ge=0, lt=model_vocabulary(folder) or 2**31)]
     try:

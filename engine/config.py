@@ -178,12 +178,11 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dic
 
     @property
     def most_adapters(self) -> int:
-        """Adapters that are loaded at once."""
         return max(self.adapter_slots, self.max_host_adapters)
 
     @property
     def measures_steps(self) -> bool:
-        """Ranks measure step times at boot, for a limit or a target."""
+        """Ranks measure step times at boot."""
         return self.max_len >= LEAST_MEASURED and not (self.step_limit_ms is None and self.tpot_target_ms is None)
 
     @property

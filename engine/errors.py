@@ -18,7 +18,7 @@ class QuartetError(Exception):
 
 
 class InvalidRequest(QuartetError):
-    """A request that can never succeed as sent. `param`: the wrong field; `code`: OpenAI's."""
+    """It can never succeed as sent. `param`: the wrong field; `code`: OpenAI's."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -2,10 +2,10 @@
 
     submit -- scheduled -- first ------ next ------ ... ------ last     seconds on the front's monotonic clock
        |- queue_s -|         |            |- gap_s -|            |      scheduled: the core's first report that has it running
-       |--- ttft_s ----------|                                   |      first, next, last: an Output with tokens reached the front
+       |--- ttft_s ----------|                                   |      first, next, last: an Output with tokens arrived
        |--- e2e_s -----------------------------------------------|
 
-    tpot_s = (last - first) / (n - 1) over the n tokens received; None below two tokens
+    tpot_s = (last - first) / (n - 1) over n tokens; None below two tokens
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class RequestStarted(EventRecord):
 
 
 class Scheduled(EventRecord):
-    """The core has started a request; not repeated after a preemption."""
+    """Not repeated after a preemption."""
 
     request: int
     queue_s: float
@@ -67,7 +67,7 @@ class RequestFinished(EventRecord):
 
 
 class KeyDecision(EventRecord):
-    """A request with an API key was admitted or refused. `key`: the holder's name, empty without a valid key."""
+    """`key`: the holder's name, empty without a valid key."""
 
     key: str
     verdict: KeyVerdict
@@ -79,7 +79,7 @@ class KeyTokens(EventRecord):
 
 
 class ConversationRequest(EventRecord):
-    """A request reached one of several replicas. `home`: whether its conversation's previous one did too."""
+    """`home`: whether the conversation's previous request reached the same replica."""
 
     home: ConversationHome
 
@@ -90,7 +90,7 @@ class EngineLoad(EventRecord):
 
 
 class EngineFailed(EventRecord):
-    """The group ended; open requests then finish as dead."""
+    """Open requests then finish as dead."""
 
 
 class ProcessFigures(EventRecord):
@@ -136,8 +136,6 @@ Sink = Callable[[Event], None]  # called on the front's event loop: it must be q
 
 
 def to_each(*sinks: Sink) -> Sink:
-    """Passes every event to all of these, in order."""
-
     def sink(event: Event) -> None:
         for receive in sinks:
             receive(event)

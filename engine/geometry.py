@@ -104,12 +104,12 @@ class Geometry:
 
     @property
     def residual_is_read(self) -> bool:
-        """Routers or per-layer embeddings read the residual, not only fused norms."""
+        """By routers or per-layer embeddings, not only by fused norms."""
         return self.moe is not None or self.ple > 0
 
     @property
     def summed_width(self) -> int:
-        """Most elements of a row in one sum: two branches with experts."""
+        """Elements of a row in one sum: two branches with experts."""
         return self.hidden * (2 if self.moe else 1)
 
     @property
@@ -141,11 +141,11 @@ class KVGroup:
         return len(self.layers) * 2 * self.kv_heads * self.page * self.head_dim * ITEMSIZE[self.dtype]
 
     def pages_for(self, start: int, end: int) -> range:
-        """Table indices of pages held while positions [start, end) run, window included."""
+        """Table indices of pages held while positions [start, end) run."""
         return range(0 if self.window is None else max(0, start - self.window + 1) // self.page, -(-end // self.page))
 
     def worst_pages(self, tokens: int) -> int:
-        """Most pages of a sequence of `tokens` tokens that runs a token at a time."""
+        """Most pages of a sequence that runs a token at a time."""
         whole = -(-tokens // self.page)
         return whole if self.window is None else min(whole, (self.window - 2) // self.page + 2)
 
@@ -166,7 +166,7 @@ def shard_kv_heads(heads: int, kv_heads: int, tp: int, rank: int) -> range:
 
 
 def vocab_share(rows: int, tp: int) -> int:
-    """Rows of a vocabulary's table for each rank: an even share, else rounded up to cache lines of logits."""
+    """Vocabulary rows for each rank: an even share, else rounded up to cache lines of logits."""
     return rows // tp if rows % tp == 0 else 32 * -(-rows // (32 * tp))
 
 
@@ -191,7 +191,7 @@ def check_tp(geometry: Geometry, tp: int) -> None:
 
 
 def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: PageDType = "bfloat16") -> tuple[KVGroup, ...]:
-    """A rank's KV groups: sliding, if there is one, then full."""
+    """Sliding, if there is one, then full."""
     check_tp(geometry, tp)
     groups: list[KVGroup] = []
     for kind in ("sliding", "full"):
@@ -240,7 +240,7 @@ def parse_config(config: JsonObject, source: str = "config.json") -> Geometry:
 
 @contextmanager
 def naming(source: str) -> Iterator[None]:
-    """Errors of a config become a CheckpointError that names source and key."""
+    """Config errors become a CheckpointError that names source and key."""
     try:
         yield
     except KeyError as error:
@@ -361,5 +361,4 @@ def _rope(parameters: JsonObject, head_dim: int) -> Rope:
 
 
 def _placeholders(config: JsonObject) -> tuple[int, ...]:
-    """Ids that plain text embeds as pad."""
     return tuple(sorted(filter(None, {config.get(f"{kind}_token_id") for kind in ("image", "video", "audio")})))

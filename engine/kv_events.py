@@ -79,7 +79,6 @@ class CacheEvents:
         )
 
     def removed(self, group: KVGroup, keys: list[bytes]) -> None:
-        """Each page is held once less."""
         kept = self._kept[group.index]
         gone = []
         for key in keys:

@@ -31,11 +31,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class BootArgs(FrozenStruct, kw_only=True):
-    """argv[1] of a child, as JSON: descriptors by purpose, and -1 for those it lacks.
+    """argv[1] of a child, as JSON: descriptors by purpose; -1: it lacks this one.
 
     `result`: ring rank 0 -> core; `reduce`: memory of the CPU's collectives; `front`: the core's message socket; `adapters`: a
-    rank's socket for `engine.adapter_commands`; `store`: file for torch.distributed's rendezvous. `spin`: polls of a ring reader
-    before it sleeps.
+    rank's socket for `engine.adapter_commands`; `store`: torch.distributed's rendezvous. `spin`: polls of a ring before a sleep.
     """
 
     index: int
@@ -63,19 +62,17 @@ class TaggedMessage(FrozenStruct, tag=True):
 
 
 class Configure(TaggedMessage):
-    """The first message."""
-
     config: EngineConfig
 
 
 class Loaded(TaggedMessage):
-    """rank -> replica: weights are loaded; bytes left for KV pages."""
+    """Bytes left for KV pages."""
 
     kv_bytes: int
 
 
 class Allocate(TaggedMessage):
-    """Pages of each KV group, null page included."""
+    """Null page included."""
 
     pages: tuple[int, ...]
 
@@ -98,7 +95,7 @@ class StepTimes(FrozenStruct):
 
 
 def slowest(measured: Sequence[StepTimes]) -> StepTimes:
-    """The slowest rank's times at each point, since a step ends with its last rank."""
+    """By point, since a step ends with its last rank."""
     return StepTimes(*_greatest(list(map(msgspec.structs.astuple, measured))))
 
 
@@ -134,7 +131,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class BootSocket:
-    """One end of a lifeline; blocking, with the socket's timeout."""
+    """Blocking, with the socket's timeout."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock

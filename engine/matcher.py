@@ -1,7 +1,6 @@
 """Allowed next tokens by a grammar: llguidance over a checkpoint's vocabulary, with bounded cost.
 
-A grammar is llguidance's dialect of Lark, control tokens by id (`<[52]>`). Compiling takes a
-millisecond, a mask tens of microseconds.
+A grammar is llguidance's Lark, control tokens by id (`<[52]>`). Compiling takes a millisecond, a mask tens of microseconds.
 """
 
 import os
@@ -66,9 +65,8 @@ def compile_stack(size: int = COMPILE_STACK_BYTES) -> Iterator[None]:
 
 
 class Vocabulary:
-    """A tokenizer's pieces for llguidance, for a model of `size` ids, `ends` among them.
-
-    CheckpointError: no end id. Takes a second or two at 262 144 pieces.
+    """For llguidance, of a model of `size` ids, `ends` among them. CheckpointError: no end id. Takes a second or two at 262 144
+    pieces.
     """
 
     def __init__(self, pieces: Pieces, ends: Sequence[int], size: int) -> None:
@@ -90,7 +88,7 @@ class Vocabulary:
 
     def complaint(self, grammar: str) -> str | None:
         """What is wrong with the grammar, in a sentence; None: random replies met no error, with less fuel than the core gives.
-        Walks at most some 300 masks, in _CHECK_S.
+        Walks at most some 300 masks.
         """
         ends = time.thread_time() + _CHECK_S
         try:
@@ -111,7 +109,7 @@ class Vocabulary:
 
     def _walk(self, matcher: "Matcher", rng: random.Random, ends: float) -> int:
         """Consume random allowed tokens, half of them such that end something, until `ends` by this thread's clock; returns their
-        number. GenerationFailed: none is allowed."""
+        number."""
         for count in range(_WALK_TOKENS):
             allowed = matcher.mask()
             closers = allowed & self._closers
@@ -157,12 +155,10 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """The reply may end here."""
         return self.inner.is_accepting()
 
     def mask(self) -> np.ndarray:
-        """int32 [words], a bit a token id, lowest first; an end id where the reply may end.
-        GenerationFailed: no token is allowed."""
+        """int32 [words], a bit a token id; an end id where the reply may end. GenerationFailed: no token is allowed."""
         bits = np.zeros(mask_words(self._size), np.int32)
         self.fill(bits)
         self.check(bits)
@@ -196,7 +192,7 @@ class Matcher:
             raise GenerationFailed("no token of this model can go on as the grammar wants")
 
     def fresh(self, *, frees: bool) -> "Matcher":
-        """A copy, if this one is at the beginning."""
+        """A copy. This one must be at the beginning."""
         return Matcher(self.inner.deep_copy(), self._size, frees=frees)
 
     def consume(self, token: int) -> None:
@@ -222,7 +218,7 @@ def _random_token(mask: np.ndarray, rng: random.Random) -> int:
 
 
 def _sentence(error: str) -> str:
-    """llguidance's error without the grammar's text and the parser's state."""
+    """Without the grammar's text and the parser's state."""
     plain = " ".join(_DUMP.split(_POSITION.sub("", error, count=1), 1)[0].split())[:_LONGEST]
     return "no text matches it" if plain == "NoExtensionBias" else plain
 

@@ -34,7 +34,7 @@ def kv_budget(config: EngineConfig, total: int, used: int) -> int:
 
 
 def reserved_bytes(config: EngineConfig) -> int:
-    """What a rank takes on a GPU after its pools are sized: for sampling, encoders, and products of many rows with int4 weights."""
+    """What a rank takes on a GPU after its pools are sized: for sampling, encoders, and unpacked int4 weights."""
     sampling = sampling_bytes(config.max_seqs, config.geometry.vocab, config.tp, config.widest) + unpacked_bytes(config)
     encoders = config.media.values()
     activations = max((encoder_row_bytes(encoder, ITEMSIZE[config.dtype]) for encoder in encoders), default=0)
@@ -43,7 +43,8 @@ def reserved_bytes(config: EngineConfig) -> int:
 
 
 def unpacked_bytes(config: EngineConfig) -> int:
-    """The largest int4 matrix in the dtype of activations: products of many rows unpack one at a time. Experts are not unpacked."""
+    """The largest int4 matrix in the dtype of activations, since products of many rows unpack one at a time. Experts are not
+    unpacked."""
     if "int4" not in read_quantisation(Path(config.model), config.weights).name:
         return 0
     geometry = config.geometry
@@ -78,7 +79,7 @@ def exchange_bytes(config: EngineConfig, geometry: Geometry) -> int:
 
 
 def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
-    """Peak bytes of a soft token in an encoder, in fp32."""
+    """Peak bytes of a soft token, in fp32."""
     if isinstance(encoder, AudioGeometry):
         return 4 * encoder.features * (encoder.unified or 4) + 4 * encoder.hidden * (3 * encoder.reach + 8) * (not encoder.unified)
     width = 4 * (encoder.hidden + encoder.layers[0].intermediate) * itemsize + 8 * encoder.hidden
@@ -93,7 +94,7 @@ def sampling_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
 
 
 def adjustment_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
-    """Bytes of `kernels.sampling_batch.SlotAdjustments`, of all slots and the padding's."""
+    """Bytes of `kernels.sampling_batch.SlotAdjustments`."""
     share = vocab_share(vocab, tp)
     words = max(((rank + 1) * share - 1 >> 5) - (rank * share >> 5) + 1 for rank in range(tp))
     counts, masks = 2 * share, (1 + width) * 4 * words  # a count of each id; what may come always, and at each token of a step
@@ -101,8 +102,7 @@ def adjustment_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
 
 
 def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
-    """Pages of each KV group: as configured, else what fits `kv_bytes`, the least of any rank.
-    ConfigError: too little."""
+    """As configured, else what fits `kv_bytes`, the least of any rank. ConfigError: too little."""
     if kv_bytes < 0:
         raise ConfigError(
             f"weights do not fit: they, and what is reserved for sampling and encoders, take {-kv_bytes / 2**30:.2f} GiB more of a "
@@ -117,7 +117,7 @@ def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
 
 
 def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int]) -> int:
-    """Tokens of the longest sequence that the pools hold alone: full attention decides; the last token needs no page."""
+    """That the pools hold alone: full attention decides; the last token needs no page."""
     return (pages[-1] - 1) * groups[-1].page + 1
 
 

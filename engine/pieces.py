@@ -19,7 +19,7 @@ _DECODERS = ["Replace", "ByteFallback", "Fuse"]
 
 @dataclass(frozen=True)
 class Pieces:
-    """The vocabulary as output: per id its text, or one byte. `special`: control tokens."""
+    """Per id its text, or one byte. `special`: control tokens."""
 
     table: tuple[str | bytes, ...]
     special: frozenset[int]
@@ -36,7 +36,6 @@ class Pieces:
         return cls(tuple(table), frozenset(control_ids(tokenizer).values()))
 
     def bytes_of(self, token_id: int) -> bytes:
-        """UTF-8, but for byte pieces."""
         piece = self[token_id]
         return piece if isinstance(piece, bytes) else piece.encode()
 
@@ -65,7 +64,7 @@ def control_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def as_plain(tokenizer: Tokenizer, control: Mapping[str, int]) -> Tokenizer:
-    """The tokenizer, reading control tokens as plain text; texts must be cut at them before."""
+    """Reads control tokens as plain text; texts must be cut at them before."""
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in control])
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -74,7 +73,7 @@ def as_plain(tokenizer: Tokenizer, control: Mapping[str, int]) -> Tokenizer:
 
 
 def _space_symbol(tokenizer: Tokenizer) -> str:
-    """The symbol for a space. Checks that `Detokenizer` implements the decoder chain."""
+    """Checks that `Detokenizer` implements the decoder chain."""
     state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
     chain = state.get("decoders", [])
     replace = chain[0] if [step.get("type") for step in chain] == _DECODERS else {}

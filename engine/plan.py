@@ -8,13 +8,13 @@ Little-endian; header and fixed-width sections are one run of int32 that a rank 
 
     plan header, int32: 0, flags, step (two words), rows of each section, bytes of admissions; drafts; 0 ...
     rows      slot, width, flags       decode rows: the next token and width - 1 drafts
-    chunks    slot, start, end, first_logit, first span, spans       positions [start, end) of a prompt; those from first_logit on
-              want logits; the last one's give the token at `end`
-    appends   group, slot, entry, page          that entry of the slot's table row becomes `page`
-    releases  group, slot, first, count         entries [first, first + count) there become the null page
+    chunks    slot, start, end, first_logit, first span, spans       positions [start, end) of a prompt; logits from first_logit on,
+              the last one's give the token at `end`
+    appends   group, slot, entry, page          an entry of the slot's table row becomes `page`
+    releases  group, slot, first, count         entries [first, first + count) become the null page
     zeros     group, page                       zeroed before the step writes to it
     spans     begin, end                        positions of a chunk that attend bidirectionally
-    encodes   slot, first position, rows, item  a media item to encode
+    encodes   slot, first position, rows, item
     table     slot, number & NUMBER_MASK, tokens given, flags, W tokens, D new drafts, if the plan is masked
 
 A plan is a diff: releases, admissions (which clear table rows), appends and zeros, then one forward.
@@ -117,7 +117,7 @@ class StepPlan(msgspec.Struct):
 
 
 class PlanView(NamedTuple):
-    """A plan as a rank reads it: sections are int32 [n, numbers of a row] over the record's bytes."""
+    """Sections are int32 [n, numbers of a row] over the record's bytes."""
 
     step: int
     masked: bool
@@ -153,8 +153,6 @@ class ResultRow(NamedTuple):
 
 
 class PromptRow(NamedTuple):
-    """Prompt logprobs of a chunk; `number` as in a result row."""
-
     slot: int
     number: int
     logprobs: PromptLogprobs
@@ -170,8 +168,6 @@ def has_numbers(logprobs: PromptLogprobs) -> bool:
 
 
 class StepResult(NamedTuple):
-    """One for every plan, in order."""
-
     step: int
     table: np.ndarray  # int32 [n, 4 + W + D], in the order of result rows
     logprobs: Mapping[int, Sequence[Logprobs]]  # of rows that report them, one a token
@@ -208,7 +204,7 @@ def _packed(section: Section) -> bytes:
 
 
 def largest_plan(seqs: int, max_len: int, budget: int, page: int, groups: int, *, width: int) -> int:
-    """Upper bound of a plan's bytes; each prompt token may be a media item with a span."""
+    """Upper bound of bytes; each prompt token may be a media item with a span."""
     budget = max(budget, MAX_SPAN)
     admission = max_len + MAX_PARAMS + 4 * groups * (max_len // page + 1)
     held = most_appends(seqs, budget, page, groups, width)
@@ -222,7 +218,7 @@ def most_appends(seqs: int, budget: int, page: int, groups: int, width: int) -> 
 
 
 def largest_result(seqs: int, width: int) -> int:
-    """Upper bound of a result's bytes, all tokens with logprobs."""
+    """Upper bound of bytes, all tokens with logprobs."""
     tokens = width * (8 + _LOGPROBS_BYTES)
     rows = seqs * (4 * RESULT_HEAD + tokens + _LOGPROBS_ROW_BYTES + PROMPT_ROW_BYTES)
     return _RESULT.size + rows + MAX_SCORED * token_bytes(MAX_ALTERNATIVES)
@@ -278,7 +274,6 @@ def encode_rows(
 
 
 def with_time(result: bytes, took_us: int) -> bytes:
-    """Adds the step's time, which replays lack."""
     return struct.pack("<I", took_us) + result[4:]
 
 

@@ -58,7 +58,7 @@ class ThoughtBudget(FrozenStruct):
 
 
 class SamplingParams(FrozenStruct, kw_only=True, omit_defaults=True):
-    """How one request samples; validated at the edge, with the seed resolved."""
+    """Validated at the edge, with the seed resolved."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -77,7 +77,7 @@ class SamplingParams(FrozenStruct, kw_only=True, omit_defaults=True):
 
 
 class MediaItem(FrozenStruct):
-    """A medium in a prompt, at tokens [first, first + length)."""
+    """At tokens [first, first + length) of a prompt."""
 
     first: int
     length: int
@@ -104,9 +104,9 @@ class MediaItem(FrozenStruct):
 class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
     """Front -> core. `id` is the front's own and returns in every TokenBatch entry.
 
-    `prompt`: token ids, int32. `clip`: max_tokens was a default, so it may be lowered to what fits. `salt`: only requests of the
-    same salt share cached prefixes. `priority`: lower is served first. `adapter`: its id, -1: none. `client`: for turns. `media`:
-    in the order of positions; their data came as `sent_media`, or (0) are included.
+    `prompt`: token ids, int32. `clip`: max_tokens was a default and may be lowered to what fits. `salt`: only requests of the
+    same salt share cached prefixes. `priority`: lower is served first. `client`: for turns. `media`: in the order of positions;
+    their data came as `sent_media`, or (0) are included.
     """
 
     id: int
@@ -183,7 +183,6 @@ class PromptLogprobs(FrozenStruct, array_like=True):
         return len(self.words) // token_bytes(self.alternatives)
 
     def entries(self) -> list[tuple[int, Logprobs]]:
-        """Rank and logprobs of each token."""
         count = self.alternatives
         rows = struct.iter_unpack(f"<fi{count}i{count}f", self.words)
         return [(rank, Logprobs(chosen, list(zip(top[:count], top[count:], strict=True)))) for chosen, rank, *top in rows]
@@ -234,7 +233,6 @@ class PoolLoad(FrozenStruct):
 
     @property
     def usage(self) -> float:
-        """Share in use; 0 without pages."""
         return self.used / self.total if self.total else 0.0
 
 
@@ -245,8 +243,6 @@ class DraftPosition(FrozenStruct):
 
 
 class DraftSwitches(FrozenStruct):
-    """Changes of the draft length for one reason."""
-
     cause: str
     count: int
 
@@ -268,8 +264,7 @@ class Counters(msgspec.Struct):
 
 
 class Load(Counters, kw_only=True):
-    """The core's figures, sent with outputs, admissions, and on request; `step` is the last with a
-    result."""
+    """Sent with outputs, admissions, and on request; `step` is the last with a result."""
 
     step: int
     waiting: int
@@ -311,7 +306,7 @@ class AdapterOrders(msgspec.Struct):
 
 
 class TokenBatch(FrozenStruct, kw_only=True):
-    """Core -> front. `started`: requests that were scheduled for the first time; the rest since the last batch."""
+    """Core -> front, since the last batch. `started`: requests that were scheduled for the first time."""
 
     outputs: list[Output]
     started: list[int] = []

@@ -34,7 +34,7 @@ class Quantisation:
 
     @property
     def name(self) -> str:
-        """Format names of FORMATS, or `plain`."""
+        """Of FORMATS, or `plain`."""
         held = {weights.weight for _, weights in self.groups}
         return ", ".join(name for name, formats in FORMATS.items() if formats[0].weight in held) or "plain"
 
@@ -45,7 +45,7 @@ class Quantisation:
         return next((weights for targets, weights in self.groups if _ALL in targets or _names(targets, matrix)), PLAIN)
 
     def is_unused(self, name: str) -> bool:
-        """Whether it is a scale of KV pages, or of a quantised matrix's activations."""
+        """A scale of KV pages, or of a quantised matrix's activations."""
         matrix = _INPUT_SCALE.fullmatch(name)
         return KV_SCALE.fullmatch(name) is not None or (matrix is not None and self.format_of(matrix[1]) is not PLAIN)
 
@@ -138,7 +138,7 @@ def _schemes(settings: JsonObject) -> Iterable[tuple[tuple[str, ...], str]]:
 
 
 def _scheme(numbers: JsonObject) -> str:
-    """In words: `8-bit float channel`, `4-bit int group of 32 asymmetric`, `8-bit float token dynamic`."""
+    """In words: `8-bit float channel`, `4-bit int group of 32 asymmetric`."""
     strategy = numbers.get("strategy") or ("group" if numbers.get("group_size") else "tensor")  # the defaults of compressed-tensors
     words = [f"{numbers.get('num_bits')}-bit", str(numbers.get("type")), strategy]
     if numbers.get("group_size") and strategy in ("group", "tensor_group"):

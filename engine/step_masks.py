@@ -28,7 +28,6 @@ def mask_words(vocabulary: int) -> int:
 
 
 def only(token: int, vocabulary: int) -> np.ndarray:
-    """int32 [words] that allows only `token`."""
     bits = np.zeros(mask_words(vocabulary), np.uint32)
     bits[token // 32] = 1 << token % 32
     return bits.view(np.int32)
@@ -39,7 +38,6 @@ def allows(bits: np.ndarray, token: int) -> bool:
 
 
 def masks_capacity(count: int, vocabulary: int) -> int:
-    """Ring bytes for records of `count` masks."""
     return max(RING_BYTES, capacity_for(_HEADER.size + 4 * count * (1 + mask_words(vocabulary))))
 
 

@@ -25,15 +25,14 @@ def write_media(ring: RingWriter, items: Sequence[MediaItem]) -> None:
 
 
 class MediaReader:
-    """A rank's end: a plan's items, then their data. The replica bounds its waits
-    (`step_timeout_s`)."""
+    """The replica bounds its waits (`step_timeout_s`)."""
 
     def __init__(self, ring: RingReader, waiter: Waiter) -> None:
         self._ring, self._waiter = ring, waiter
         self.left = deque[memoryview]()  # of unread records
 
     def items(self) -> tuple[MediaItem, ...]:
-        """Wait for the next plan's items, without data."""
+        """Waits for the next plan's items, without data."""
         while (record := self._ring.poll()) is None:
             self._waiter.wait()
         self._waiter.reset()

@@ -75,7 +75,7 @@ class StepShapes:
 
     @cached_property
     def sequences(self) -> tuple[int, ...]:
-        """Padded numbers of decoding sequences, ascending."""
+        """Padded numbers, ascending."""
         return tuple(sorted({sizes.decodes for sizes in self.sizes if sizes.decodes}))
 
     @cached_property
@@ -109,12 +109,12 @@ class StepShapes:
 
     @property
     def warm_rows(self) -> tuple[int, ...]:
-        """Chunk rows that run at boot: powers of two and the most. Kernel tiles cover wider ranges."""
+        """Powers of two and the most. Kernel tiles cover wider ranges."""
         return (*(1 << power for power in range((self.longest - 1).bit_length())), self.longest)
 
 
 def buckets(max_seqs: int) -> tuple[int, ...]:
-    """Padded row counts of decode steps, ascending."""
+    """Ascending."""
     known = [*BUCKETS, *range(320, max_seqs + 64, 64)]
     return tuple(known[: bisect.bisect_left(known, max_seqs) + 1])
 
@@ -125,7 +125,6 @@ def mixed_widths(widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def prompt_rows(config: EngineConfig) -> list[int]:
-    """Padded chunk rows, ascending."""
     geometry = config.geometry
     large = not all(layer.owns_kv for layer in geometry.layers) or bool(sequence_rows(config, geometry))
     most = min(config.prefill_budget, (LARGE_PROMPT_ROWS if large else PROMPT_ROWS)[-1])
@@ -133,7 +132,6 @@ def prompt_rows(config: EngineConfig) -> list[int]:
 
 
 def mixed_sizes(prompts: Sequence[int], sequences: int, widths: Sequence[int]) -> list[StepSizes]:
-    """Of steps with chunks, ascending."""
     decodes = [rows for rows in DECODES_BESIDE_PROMPTS if rows < sequences] + [sequences]
     sizes = []
     for tokens, rows, width in product(prompts, decodes, mixed_widths(widths)):

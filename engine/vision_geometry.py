@@ -30,7 +30,7 @@ LARGEST_PICTURE = 1120  # soft tokens that a picture may have
 
 @dataclass(frozen=True)
 class VisionGeometry(Geometry):
-    """Fields that an encoder does not use are its model's. positions: entries of its table, for each axis"""
+    """Fields that an encoder does not use are its model's. positions: table entries of an axis"""
 
     model: int  # hidden size of the model that reads its rows
     positions: int

@@ -42,7 +42,6 @@ class WeightFormat(NamedTuple):
         return max(tensor.block[0] for tensor in self.saved) or 1
 
     def packed_at_load(self) -> "WeightFormat":
-        """This format, packed from plain matrices."""
         return self._replace(source=PLAIN.tensors, reader=self.packer)
 
     def drawn(self) -> "WeightFormat":

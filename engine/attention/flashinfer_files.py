@@ -1,4 +1,4 @@
-"""FlashInfer's version, kernel binaries and launchers on this node, without its import, which would import torch."""
+"""FlashInfer's version, kernel binaries and launchers on this node, found without importing torch."""
 
 import importlib.metadata
 import importlib.util

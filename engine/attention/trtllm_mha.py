@@ -1,5 +1,4 @@
-"""FlashInfer's TensorRT-LLM kernels: trtllm-gen on the SM100 family; on request, xqa for decode
-rows on 9.0 and 12.x."""
+"""FlashInfer's TensorRT-LLM kernels: trtllm-gen on SM100; on request, xqa for decode rows on 9.0 and 12.x."""
 
 from collections.abc import Iterator
 
