@@ -1,5 +1,4 @@
-"""This node's GPUs, as CUDA shows them, and FlashInfer's files. By NVML, so that the replica needs
-no torch."""
+"""This node's GPUs, as CUDA shows them, and FlashInfer's files. By NVML, so the replica needs no torch."""
 
 import logging
 import os
@@ -17,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Gpu:
-    """A visible device: NVML's `index`, compute capability ((9, 0) is Hopper), memory in bytes."""
+    """NVML's `index`, compute capability ((9, 0) is Hopper), memory in bytes."""
 
     index: int
     name: str
@@ -36,7 +35,7 @@ class Capability:
 
     @property
     def architecture(self) -> ComputeCapability | None:
-        """The lowest of the GPUs; None without GPUs."""
+        """The lowest of the GPUs'."""
         return min((gpu.capability for gpu in self.gpus), default=None)
 
 
@@ -71,7 +70,7 @@ def visible_gpus(gpus: Gpus, named: str | None) -> Gpus:
 
 
 def node_gpus() -> Gpus:
-    """All GPUs in NVML's (PCI) order; empty without a driver."""
+    """In NVML's (PCI) order; empty without a driver."""
     try:
         pynvml.nvmlInit()
         try:

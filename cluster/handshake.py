@@ -18,7 +18,7 @@ SETTLE_S = 0.15  # a peer that lost its channel may be seen before the one that 
 
 
 class Handshake:
-    """`timeout_s` covers all phases, from now."""
+    """`timeout_s` covers all phases."""
 
     def __init__(self, children: Sequence[Child], timeout_s: float) -> None:
         self._children = children

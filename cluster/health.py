@@ -4,7 +4,7 @@ a process ends        its pidfd, at once
 it is stopped         its heartbeat, written by its lifeline thread every 0.25 s, is too old
 it hangs in a step    it owes steps, and its finished step does not advance
 the core stalls       ranks have finished a step that it does not commit, or requests wait and it makes no plan
-ranks differ          the hashes of their states after one step differ
+ranks differ          their state hashes after one step differ
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Observation:
-    """The time of a verdict; CLOCK_MONOTONIC nanoseconds."""
+    """CLOCK_MONOTONIC nanoseconds."""
 
     now: int
     since: int = 0  # start of the uninterrupted watch, the earliest start of an age, so a suspended machine is no hang
@@ -135,7 +135,7 @@ class Watcher:
         self._closed = False
 
     def start(self) -> None:
-        """Start on the running event loop."""
+        """Needs the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._looked_ns = self._since_ns = time.monotonic_ns()
         for child in self.group.children:
@@ -155,8 +155,7 @@ class Watcher:
         self._watch.callback(self._loop.remove_reader, fd)
 
     def _ended(self) -> None:
-        """A child ended. Unless a signal killed it, it may only have lost a peer: wait for other
-        reports."""
+        """A child not killed by a signal may only have lost a peer: wait for other reports."""
         self._watch.close()
         if (death := self._death()).cause == "killed":
             self._die(death)
@@ -183,7 +182,6 @@ class Watcher:
             self._die(death)
 
     def _verdict(self, share: float) -> Death | None:
-        """The verdict, with bounds times `share`."""
         config = self.group.config
         moment = Observation(time.monotonic_ns(), self._since_ns, self.waiting())
         return verdict(self.group.status(), moment, share * config.heartbeat_timeout_s, share * config.step_timeout_s)
@@ -196,6 +194,6 @@ class Watcher:
         self.on_death(death)
 
     def close(self) -> None:
-        """Stop watching. Idempotent. Call it before an orderly end."""
+        """Idempotent. Call it before an orderly end."""
         self._closed = True
         self._watch.close()
