@@ -64,7 +64,6 @@ def choose_attention(config: EngineConfig, architecture: ComputeCapability | Non
 
 
 def _check(kind: RowKind, entry: BackendEntry, platform: Platform) -> None:
-    """ConfigError unless the backend can run here."""
     for obstacle in entry.obstacles(kind, platform):
         if not obstacle.by_default:
             advice = f" ({obstacle.advice})" if obstacle.advice else ""
@@ -75,7 +74,7 @@ def _check(kind: RowKind, entry: BackendEntry, platform: Platform) -> None:
 
 
 def _default(kind: RowKind, platform: Platform, passed: list[Obstacle]) -> BackendEntry:
-    """The last backend without obstacles; adds later ones' to `passed`."""
+    """The last without obstacles; adds later ones' to `passed`."""
     for entry in reversed(BACKENDS.values()):
         if entry.device == platform.device:
             obstacles = list(entry.obstacles(kind, platform))

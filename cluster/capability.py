@@ -1,4 +1,4 @@
-"""This node's GPUs, as CUDA shows them, and FlashInfer's files. By NVML, so the replica needs no torch."""
+"""This node's GPUs, as CUDA shows them, and FlashInfer's files. By NVML, without torch."""
 
 import logging
 import os
@@ -57,7 +57,7 @@ def check_group(capability: Capability, tp: int) -> None:
 
 
 def visible_gpus(gpus: Gpus, named: str | None) -> Gpus:
-    """The devices of CUDA_VISIBLE_DEVICES, in order; as in CUDA, an unknown one ends the list."""
+    """Of CUDA_VISIBLE_DEVICES, in order; as in CUDA, an unknown one ends the list."""
     if named is None:
         return gpus
     shown = []

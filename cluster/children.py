@@ -76,7 +76,7 @@ class Child:
             self.lifeline.send(message)
 
     def receive(self, timeout_s: float = 1.0) -> BootMessage | None:
-        """Within `timeout_s` of its first byte; None at the end of the lifeline."""
+        """Within `timeout_s`; None at the end of the lifeline."""
         self.lifeline.sock.settimeout(timeout_s)
         message = self.lifeline.receive()
         if isinstance(message, Failed):
@@ -99,7 +99,6 @@ class Child:
         return True
 
     def close(self) -> None:
-        """Once, after its end."""
         self.lifeline.sock.close()
         os.close(self.pidfd)
 
@@ -113,7 +112,7 @@ def child_command(args: BootArgs) -> list[str]:
 
 
 def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], device: str, command: Command) -> Child:
-    """The child ends with the calling thread and inherits `descriptors`."""
+    """The child ends with the calling thread."""
     process = subprocess.Popen(
         command(args),
         stdin=subprocess.DEVNULL,

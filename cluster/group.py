@@ -2,11 +2,11 @@
 
     Group.boot(config)   memory -> spawn the ranks and the core -> handshake -> ready; or an error, with nothing left over
     group.front_socket   where an EngineClient attaches
-    group.adapter_sockets   where RankLinks attaches: one a rank, if adapters may be loaded later
+    group.adapter_sockets   where RankLinks attaches, one a rank
     group.close()        orderly; group.kill() at once
 
-Everything shared, torch.distributed's rendezvous included, is an anonymous file whose descriptor the children inherit, so an end
-leaves no process, descriptor or name.
+Everything shared, torch.distributed's rendezvous included, is an anonymous file that the children inherit, so an end leaves no
+name.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ class Group:
                     raise
 
     def _adapter_socket(self, index: int, ends: contextlib.ExitStack) -> list[int]:
-        """A rank's socket for adapters, if some may be loaded later; returns the descriptor of its end. `ends` closes it."""
+        """For adapters that are loaded later; returns its descriptor. `ends` closes it."""
         if index == self.config.tp or not self.config.max_adapters:
             return []
         ours, theirs = socket.socketpair()
@@ -145,7 +145,6 @@ class Group:
         return [self._status.read(index) for index in range(self.config.tp + 1)]
 
     def running(self) -> list[bool]:
-        """The ranks and, last, the core."""
         return [child.process.poll() is None for child in self.children]
 
     def exits(self) -> list[ExitStatus | None]:
@@ -153,7 +152,7 @@ class Group:
             return [child.exit_status() for child in self.children]
 
     def close(self, timeout_s: float = CLOSE_WAIT_S) -> bool:
-        """Wait for the end after `client.stop()`, then kill the rest; True if all ended in time."""
+        """After `client.stop()`; kills the rest. True if all ended in time."""
         deadline = time.monotonic() + timeout_s
         orderly = all(child.wait(deadline - time.monotonic()) for child in self.children)
         self.kill()

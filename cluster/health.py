@@ -84,7 +84,7 @@ def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observat
 
 
 def _diverged(statuses: Statuses) -> Death | None:
-    """Compare the last common step; names the ranks with the rarest state first."""
+    """At the first common step that differs; the rarest state first."""
     ranks = statuses[:-1]
     for step in sorted(set.intersection(*(set(rank.hashes) for rank in ranks))):
         holders: dict[int, list[int]] = {}
@@ -135,7 +135,6 @@ class Watcher:
         self._closed = False
 
     def start(self) -> None:
-        """Needs the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._looked_ns = self._since_ns = time.monotonic_ns()
         for child in self.group.children:
@@ -155,7 +154,7 @@ class Watcher:
         self._watch.callback(self._loop.remove_reader, fd)
 
     def _ended(self) -> None:
-        """A child not killed by a signal may only have lost a peer: wait for other reports."""
+        """A child not killed by a signal may only have lost a peer."""
         self._watch.close()
         if (death := self._death()).cause == "killed":
             self._die(death)
@@ -163,7 +162,7 @@ class Watcher:
             self._loop.call_later(SETTLE_S, self._settle)
 
     def _settle(self) -> None:
-        """Blame a hung rank if another gave up waiting for it, else the child that ended."""
+        """Blame a hung rank if another gave up waiting, else the child that ended."""
         death = self._death()
         hung = None if death.cause == "killed" else self._verdict(_NEARLY)
         self._die(hung or death)

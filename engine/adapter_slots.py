@@ -14,7 +14,7 @@ from engine.protocol import AdapterOrders
 
 
 class AdapterSlots:
-    """The first of `loaded` adapters (ids from 0) are in slots already. An id is never used twice."""
+    """The first of `loaded` adapters (ids from 0) are in slots. An id is never used twice."""
 
     def __init__(self, slots: int, loaded: int) -> None:
         self._ready = {adapter: adapter for adapter in range(min(slots, loaded))}  # slot by id, least recently used first
@@ -35,7 +35,7 @@ class AdapterSlots:
         self._known.add(adapter)
 
     def remove(self, adapter: int) -> None:
-        """No new request may have it; `orders` drops it once no request has it."""
+        """`orders` drops it once no request has it."""
         if adapter in self._known:
             self._known.discard(adapter)
             self._leaving.add(adapter)

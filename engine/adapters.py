@@ -55,8 +55,6 @@ class _PeftConfig(FrozenStruct):
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Module names are without `base_model.model.`."""
-
     name: str
     folder: Path
     peft: _PeftConfig

@@ -48,7 +48,7 @@ def create_shared(name: str, size: int) -> int:
 
 
 def map_shared(fd: int) -> memoryview:
-    """Shared and writable. The descriptor may be closed afterwards."""
+    """The descriptor may be closed afterwards."""
     return memoryview(mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE))
 
 

@@ -161,7 +161,6 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dic
 
     @property
     def drafts(self) -> tuple[int, ...]:
-        """Draft lengths that a step may have, ascending."""
         if self.mtp.model is None:
             return (0,)
         return AUTO_DRAFTS if self.mtp.drafts == "auto" else tuple(sorted({0, self.mtp.drafts}))

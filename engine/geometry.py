@@ -109,12 +109,11 @@ class Geometry:
 
     @property
     def summed_width(self) -> int:
-        """Elements of a row in one sum: two branches with experts."""
+        """Elements of a row in one sum."""
         return self.hidden * (2 if self.moe else 1)
 
     @property
     def embedding_scale(self) -> float:
-        """Rounded to the weight's dtype where it is used."""
         return math.sqrt(self.hidden)
 
 
@@ -145,7 +144,7 @@ class KVGroup:
         return range(0 if self.window is None else max(0, start - self.window + 1) // self.page, -(-end // self.page))
 
     def worst_pages(self, tokens: int) -> int:
-        """Most pages of a sequence that runs a token at a time."""
+        """Of a sequence that runs a token at a time."""
         whole = -(-tokens // self.page)
         return whole if self.window is None else min(whole, (self.window - 2) // self.page + 2)
 

@@ -81,7 +81,7 @@ Points = tuple[tuple[float, float], ...]  # ascending
 
 
 class StepTimes(FrozenStruct):
-    """Measured step times: (rows, milliseconds), ascending in rows."""
+    """(rows, milliseconds), ascending in rows."""
 
     decodes: Points  # steps of decode rows alone, with short contexts
     prefills: Points  # of prompt tokens alone
@@ -155,7 +155,7 @@ class BootSocket:
 
 
 class Lifeline:
-    """A child's side: ends with the replica, sends heartbeats, takes part in the handshake."""
+    """A child's side: ends with the replica and sends heartbeats."""
 
     def __init__(self, args: BootArgs) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # sent when the thread that spawned us ends

@@ -48,7 +48,6 @@ _CLOSERS = frozenset(b'"}],:')  # tokens that begin with one of these lead out o
 
 
 def threads(most: int) -> int:
-    """A quarter of the cores, at most `most`."""
     return max(1, min(most, (os.cpu_count() or 1) // 4))
 
 
@@ -143,8 +142,7 @@ def _fill(matchers: Sequence["Matcher"], drafts: Sequence[Sequence[int]], masks:
 
 
 class Matcher:
-    """One reply's state in its grammar. `mask_s`: CPU seconds of its last mask. `frees`: any token
-    may follow its end."""
+    """`mask_s`: CPU seconds of its last mask. `frees`: any token may follow the grammar's end."""
 
     def __init__(self, matcher: LLMatcher, size: int, *, frees: bool = False) -> None:
         self.inner = matcher

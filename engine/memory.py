@@ -70,7 +70,6 @@ def _inbox_row_bytes(config: EngineConfig, geometry: Geometry) -> int:
 
 
 def exchange_bytes(config: EngineConfig, geometry: Geometry) -> int:
-    """As `AllReduceInbox.bytes` and `SequenceParallel.bytes`."""
     if config.tp == 1:
         return 0
     rows = sequence_rows(config, geometry)
@@ -79,7 +78,7 @@ def exchange_bytes(config: EngineConfig, geometry: Geometry) -> int:
 
 
 def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
-    """Peak bytes of a soft token, in fp32."""
+    """Peak of a soft token, in fp32."""
     if isinstance(encoder, AudioGeometry):
         return 4 * encoder.features * (encoder.unified or 4) + 4 * encoder.hidden * (3 * encoder.reach + 8) * (not encoder.unified)
     width = 4 * (encoder.hidden + encoder.layers[0].intermediate) * itemsize + 8 * encoder.hidden
@@ -94,7 +93,7 @@ def sampling_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
 
 
 def adjustment_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
-    """Bytes of `kernels.sampling_batch.SlotAdjustments`."""
+    """`kernels.sampling_batch.SlotAdjustments`."""
     share = vocab_share(vocab, tp)
     words = max(((rank + 1) * share - 1 >> 5) - (rank * share >> 5) + 1 for rank in range(tp))
     counts, masks = 2 * share, (1 + width) * 4 * words  # a count of each id; what may come always, and at each token of a step

@@ -71,7 +71,6 @@ NUMBER_MASK = 0x7FFFFFFF  # of an admission's number, what a result row carries
 
 
 def in_result_order(chunks: Iterable[T], rows: Iterable[T]) -> list[T]:
-    """Chunks that give a token, then decode rows."""
     return [*chunks, *rows]
 
 
@@ -213,7 +212,7 @@ def largest_plan(seqs: int, max_len: int, budget: int, page: int, groups: int, *
 
 
 def most_appends(seqs: int, budget: int, page: int, groups: int, width: int) -> int:
-    """Upper bound for rows and chunks; an admission's are counted with it."""
+    """For rows and chunks; an admission's are counted with it."""
     return groups * (budget // page + seqs * -(-width // page))
 
 

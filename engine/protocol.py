@@ -205,7 +205,7 @@ OVERLOADED = "overloaded"  # the code of an error that is only of now
 
 
 class Output(FrozenStruct, omit_defaults=True, gc=False):
-    """What a step gave a request. With `finish` it is the last entry.
+    """What a step gave a request; with `finish`, the last.
 
     `cached`, with the first tokens: prompt tokens found in the prefix cache. `accepted`: tokens that were drafts; `rejected`:
     other drafts. `prompt_logprobs` come before the first tokens, in order. `error` is a sentence for the client; `invalid`: the

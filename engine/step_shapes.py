@@ -75,7 +75,6 @@ class StepShapes:
 
     @cached_property
     def sequences(self) -> tuple[int, ...]:
-        """Padded numbers, ascending."""
         return tuple(sorted({sizes.decodes for sizes in self.sizes if sizes.decodes}))
 
     @cached_property
@@ -114,7 +113,6 @@ class StepShapes:
 
 
 def buckets(max_seqs: int) -> tuple[int, ...]:
-    """Ascending."""
     known = [*BUCKETS, *range(320, max_seqs + 64, 64)]
     return tuple(known[: bisect.bisect_left(known, max_seqs) + 1])
 

@@ -39,7 +39,7 @@ class Verified(NamedTuple):
 
 
 def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: DraftInputs) -> Tensor:
-    """Fills `out`; returns accepted tokens of each row, int32 [m]: 1 to width, 0 for padding.
+    """Fills `out`; returns each row's number of accepted tokens, int32 [m]: 1 to width, 0 for padding.
 
     stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by accepted - 1.
     """

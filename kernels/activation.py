@@ -32,7 +32,6 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def geglu_rows(gate_up: Tensor) -> PackedRows:
-    """`pack_rows(geglu(gate_up))`, gate_up [T, 2 n], in one launch."""
     check_contiguous(gate_up)
     rows, n = len(gate_up), gate_up.shape[1] // 2
     out, block = PackedRows.empty(gate_up[:, :n]), next_power_of_2(n)

@@ -55,7 +55,7 @@ def count_accepted(
     """Count each slot's accepted inputs once, after `adjust`, among ids from `first` on.
 
     slots, positions  int32 [n]: distinct slots, positions of their first inputs; -1: padding
-    inputs            int32 [n, W]: a row's token and draft tokens;  accepted int32 [n]
+    inputs            int32 [n, W]: a row's token and drafts;  accepted int32 [n]
     """
     (rows, width), n = inputs.shape, tables.counts.shape[1]
     check_contiguous(slots, positions, inputs, accepted)
@@ -142,14 +142,12 @@ def _capped_finite(x, cap):
 
 @triton.jit
 def _ban(line, entry, here):
-    """-inf here, except over a NaN."""
     x = tl.load(line + entry, here, 0.0)
     tl.store(line + entry, tl.where(x != x, x, float("-inf")), here)
 
 
 @triton.jit
 def _with_inputs(bits, ids, history, position, index, counted):
-    """Counts of `ids`, with the slot's first `index` + 1 inputs."""
     generated = bits & _MOST
     for back in range(index + 1):
         came = tl.load(history + position - back, position - back >= counted, -1)

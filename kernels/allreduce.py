@@ -2,8 +2,8 @@
 
     mapped memory     flag 0 | flag 1 | ... (a 64-byte line each) | even: slot 0, slot 1, ... | odd: slot 0, slot 1, ...
 
-Round r: write slot i of half r % 2, set flag i = r, wait until every flag >= r, read that half. Round r overwrites round r - 2,
-which all flags of r - 1 prove read.
+Round r: write slot i of half r % 2, set flag i = r, wait until every flag >= r, read that half. It overwrites round r - 2, which
+all flags of r - 1 prove read.
 """
 
 import os
@@ -25,9 +25,8 @@ def shared_bytes(ranks: int) -> int:
 
 
 class MappedCollectives:
-    """One rank's end of `shared_bytes(size)` bytes, for fp32 and bf16.
-
-    All ranks make the same calls with equal shapes and dtypes. TimeoutError names a rank missing for `timeout_s`.
+    """For fp32 and bf16. All ranks make the same calls with equal shapes and dtypes. TimeoutError names a rank missing for
+    `timeout_s`.
     """
 
     def __init__(self, memory: memoryview, rank: int, size: int, timeout_s: float) -> None:

@@ -20,7 +20,7 @@ _ROWS = 16  # heads of a program
 
 
 def axial_tables(x: Tensor, y: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """x and y int [T], frequencies fp32 [d/4] -> cos and sin, fp32 [T, d/2]: of x, then of y."""
+    """x and y int [T], frequencies fp32 [d/4] -> cos and sin, fp32 [T, d/2]."""
     angles = torch.cat([axis[:, None] * frequencies for axis in (x, y)], 1)
     return angles.cos(), angles.sin()
 

@@ -1,7 +1,6 @@
 """The token of a row with a small top_k, perhaps with top_p and min_p, from a few ids of each rank.
 
-    s_i          cap(l_i) / temperature; order: s descending, then id ascending
-    candidates   the best SMALL_TOP_K ids of this rank's slice
+    candidates   the best SMALL_TOP_K ids of this rank's slice by s_i = cap(l_i) / temperature; ties: the lower id
     choose       the k best candidates, cut by top_p and min_p; of these the argmax of s_i + g_i
 
 The k best ids lie in the k blocks with the largest values; only these are read.
@@ -24,8 +23,8 @@ CTA_BLOCKS = constexpr(64)
 
 
 def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """logits fp32 [R, n] from `choose.local_best` -> fp32 [R, blocks]: the largest s of every BLOCK_IDS ids. Skips rows without a
-    small top_k."""
+    """logits fp32 [R, n] from `choose.local_best` -> fp32 [R, blocks]: the largest s of every BLOCK_IDS ids, if a row has a small
+    top_k."""
     (rows, n), parameters = logits.shape, batch.parameters
     check_contiguous(logits)
     blocks = cdiv(n, BLOCK_IDS.value)
@@ -109,7 +108,6 @@ def float_order(x):
 
 @triton.jit
 def kth_order(orders, count):
-    """The lowest of the `count` highest."""
     key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
         trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))

@@ -1,8 +1,7 @@
 """Greedy and plain sampling over a vocabulary cut across ranks, without gathering logits.
 
-    local_best    for each row and part of this rank's slice the largest over allowed ids of
-                      l_i                                if greedy
-                      cap(l_i) / temperature + g_i       else: Gumbel noise g of (seed, position, id)
+    local_best    for each row and part of this rank's slice the largest, over allowed ids, of l_i if greedy, else of
+                  cap(l_i) / temperature + g_i, Gumbel noise g of (seed, position, id)
     choose_best   the best of the parts, then of all ranks over their inboxes
 
 Ties: the lowest id. `kernels.candidates` and `kernels.filters` then choose filtered rows' tokens.
@@ -31,9 +30,7 @@ _PROGRAMS = 16  # a processor's: one waits for its part, block after block, and 
 
 
 class ArgmaxInbox(Inbox):
-    """One rank's inbox of `choose_best`. errors: as in `AllReduceInbox`.
-
-    One buffer is enough: every rank joins the next step's sums only after reading this choice.
+    """errors: as in `AllReduceInbox`. One buffer is enough: every rank joins the next step's sums only after reading this choice.
     """
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, errors: Tensor) -> None:

@@ -19,7 +19,7 @@ _BLOCK = 64  # chunks looked at in a turn
 
 
 class StepRows(NamedTuple):
-    """A step's rows, int32 [T] each: padded chunks, then decode rows, already filled."""
+    """int32 [T] each: padded chunks, then decode rows, already filled."""
 
     ids: Tensor
     positions: Tensor
@@ -70,7 +70,7 @@ def chunk_inputs(
 
 
 def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
-    """Cut `chunks` into tiles of up to `tokens` queries: a list int32 [m, 4]."""
+    """Tiles of up to `tokens` queries: a list int32 [m, 4]."""
     # Longest tiles first, to fill the last wave, but before them every fourth, shortest first: CTAs that read the same keys at once
     # wait for the same L2 lines (H200: 1.88 ms a layer, 1.97 by length alone).
     tiles = chunks.new_empty((rows // tokens + len(chunks), 4), dtype=torch.int32)

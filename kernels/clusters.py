@@ -17,8 +17,8 @@ from kernels.numerics import cast
 
 
 def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, count: int) -> Tensor:
-    """x [R, n]; table [rows, n] of `count` equal clusters; order int64 [rows], rows' ids; clusters int64 [R, k] -> fp32 [R, k,
-    4]: value, id, 1 for a NaN, unused."""
+    """x [R, n]; table [rows, n] of `count` equal clusters; order int64 [rows]; clusters int64 [R, k] -> fp32 [R, k, 4]: value,
+    id, 1 for a NaN, unused."""
     (rows, n), chosen, size = x.shape, clusters.shape[1], len(table) // count
     check_contiguous(x, table, order, clusters)
     if not enabled(x):

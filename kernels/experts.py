@@ -2,9 +2,9 @@
 
     y_t = sum_k w_tk * down_e( gelu_tanh(g) * u ),   [g; u] = gate_up_e x_t,   e = e_tk
 
-`_group` sorts assignments (a token's top_k choices) by expert, after `_count` if there are several blocks of them, and cuts them
-into row tiles. `_grouped` multiplies a tile, by gate and up, then by down. `_combine` sums a token's weighted rows, in fp32 in
-the order of k. y follows the dense branch's output, so that one fused norm takes both.
+`_group` sorts assignments (a token's top_k choices) by expert, after `_count` if there are several blocks of them, and cuts row
+tiles. `_grouped` multiplies a tile. `_combine` sums a token's weighted rows, in fp32 in the order of k. y follows the dense
+branch's output, so that one fused norm takes both.
 """
 
 import math
@@ -70,7 +70,7 @@ class ExpertAdapters(NamedTuple):
 
 
 class AdaptedRows(NamedTuple):
-    """The adapter of each row, int32 [T], -1: none; and both products' adapters."""
+    """rows: each row's adapter, int32 [T], -1: none."""
 
     rows: Tensor
     gate_up: ExpertAdapters | None
@@ -158,7 +158,7 @@ def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tens
 def _launch_grouped(
     tile: Tile, x: Tensor, weight: PackedMatrix, order: Tensor | None, tiles: Tensor, out: Tensor, top_k: int
 ) -> None:  # fmt: skip
-    """out [assignments, m], sorted by expert. top_k > 1: x are tokens' rows, else sorted rows. tiles: as `_sorted`, or a single
+    """out [assignments, m], sorted by expert. top_k > 1: x are tokens' rows, else sorted rows. tiles: as `_sorted`, or one
     token's experts int32 [top_k]."""
     m = out.shape[1]
     values, x_scale = operands(x, weight)
@@ -183,8 +183,8 @@ def _group(
     chosen, counts, order, position, tiles, assignments, slots,
     ROWS: constexpr, EXPERTS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One expert's assignments of a block, ascending, after those of earlier experts and blocks. The first block also fills the
-    expert's tiles; the last expert empties the other `slots`. counts [blocks, EXPERTS], or None for one block.
+    """An expert's assignments of a block, ascending, after those of earlier experts and blocks. The first block also fills the
+    expert's tiles; the last expert empties other `slots`. counts: None for one block.
     """
     trigger(PDL)
     expert, block = tl.program_id(0), tl.program_id(1)

@@ -1,9 +1,9 @@
 """top_k, top_p and min_p without sorting: the token of a filtered row from its unfiltered one.
 
 Let n_i = s_i + g_i as in `kernels.sample`. The filters keep a prefix of the ids in the order (s descending, id ascending); the
-token is the argmax of n over it. Let c be the argmax of n over a set that contains the kept ids, at first all ids. If c is kept,
-it is the token; otherwise the ids before c are the next set. Whether c is kept follows from the number and mass of the ids before
-it. Usually the first or second c is the token, and only the best blocks are read.
+token is the argmax of n over it. Let c be the argmax of n over a set that contains the prefix, at first all ids. If c is kept, it
+is the token; otherwise the ids before c are the next set. The number and mass of the ids before c decide. Usually the first or
+second c is the token. Only the best blocks are read.
 """
 
 from typing import NamedTuple
@@ -78,7 +78,7 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor) -> T
 
 
 def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
-    """Write tokens int32 [>= R] to chosen int32 [R, 2] and after each row's input."""
+    """Write tokens int32 [>= R] to chosen and after each row's input."""
     check_contiguous(drawn)
     if enabled(drawn):
         launch(

@@ -21,7 +21,7 @@ MIDDLE = 8  # the zero point of symmetric weights
 
 
 def interleaved(words: Tensor) -> Tensor:
-    """int32 words [..., n / 8] of eight neighbouring columns, lowest bits first -> as kernels read them."""
+    """int32 words [..., n / 8] of neighbouring columns, lowest bits first -> as kernels read them."""
     plain = (words[..., None] >> torch.arange(0, 32, 4, device=words.device, dtype=torch.int32) & 15).flatten(-2)
     pairs = plain.unflatten(-1, (-1, 4, 8, 2)).transpose(-3, -2)  # of each word: i, half
     places = torch.tensor([[4 * i, 4 * i + 16] for i in range(4)], device=words.device)
@@ -87,7 +87,6 @@ def _bf16(bits):
 
 @triton.jit
 def _offsets(zero, row, group, inside, GROUPS: constexpr):
-    """128 + z of rows [n, 1] and groups [1, g], fp32."""
     words = tl.load(zero + (row // 8) * GROUPS + group, inside, 0)
     return 128.0 + ((words >> (4 * (row % 8)).to(tl.int32)) & 15).to(tl.float32)
 

@@ -2,12 +2,12 @@
 
     s = cast( p_0 + ... + p_{n-1} )                 each rank's part, in rank order, in fp32
     h = ( r + rms_norm(s; post) ) * scalar          with two parts: rms_norm( rms_norm(s_a; a) + rms_norm(s_b; b); post)
-    h = s * scale                                   the first fused norm, of an embedding
+    h = s * scale                                   the first, of an embedding
     x = rms_norm(h; next_norm)
 
-Ranks need no barrier. Each writes its part into every peer's inbox (`AllReduceInbox`), polls its own for all parts, reads them
-and empties it. Empty is -0.0, which parts write as +0.0. No rank writes part k + 1 before it has read all parts k. Five buffers,
-two for a forward's first two calls and three in turn for the rest, keep forwards of any number of calls apart.
+Ranks need no barrier. Each writes its part into every peer's inbox, polls its own for all parts, reads them and empties it. Empty
+is -0.0, which parts write as +0.0. No rank writes part k + 1 before it has read all parts k. Five buffers, two for a forward's
+first two calls and three in turn for the rest, keep forwards of any number of calls apart.
 
 **Sharded**, for many rows on more than two ranks: rank i sums and norms rows r with r mod n = i, keeps their residual, and sends
 x, or h without a next norm, to all ranks.
@@ -59,7 +59,7 @@ class Inbox:
 
 
 class AllReduceInbox(Inbox):
-    """`bytes(...)` bytes, for rows of at most `width` elements."""
+    """For rows of at most `width` elements."""
 
     sharded_rows = 65  # from which on fused norms are sharded
     sent_rows = 64  # up to which products write their parts themselves (`kernels.linear.linear_send`): none of them is sharded
@@ -84,7 +84,7 @@ class AllReduceInbox(Inbox):
         return BUFFERS * (size + 1) * rows * width * dtype.itemsize
 
     def begin(self) -> "AllReduceInbox":
-        """Begin a forward, whose calls are numbered from here."""
+        """Begin a forward: its calls are numbered from here."""
         self._calls = 0
         return self
 
@@ -112,7 +112,7 @@ def fused_allreduce_norm(
     """part [T, n], or [T, 2 n] for two parts -> (h [T, n], x [T, n] or None), in part's dtype.
 
     With `peers`, part is this rank's; otherwise the whole sum, perhaps as [parts, T, n] (`kernels.linear.linear_parts`). residual
-    [T, n]; None: h = s * scale. If rows are sharded, h has only this rank's, and the next fused norm must get it unchanged.
+    [T, n]; None: h = s * scale. If rows are sharded, h has only this rank's, and the next fused norm must get it.
     """
     buffer, stages = 0, _ONE_SHOT
     if isinstance(part, InboxPart):
@@ -200,7 +200,7 @@ def hidden(total, post, residual, scalar, scale, N: constexpr, eps, dtype: const
 
 @triton.jit
 def inboxes_of(pointers, dtype: constexpr, SIZE: constexpr):
-    """Pointers to SIZE inboxes; constant, so they may be read before the PDL wait."""
+    """Constant, so they may be read before the PDL wait."""
     inboxes: tl.tuple = ()
     for peer in tl.static_range(SIZE):
         inboxes += (tl.multiple_of(tl.load(pointers + peer), 16).to(tl.pointer_type(dtype)),)
@@ -217,7 +217,7 @@ def send(bits, inboxes, offset, lane, live, SIZE: constexpr, EMPTY: constexpr):
 
 @triton.jit
 def _negative_zeros(bits, EMPTY: constexpr):
-    """The sign bit of each -0.0 among the one or two values in `bits`, else 0."""
+    """The sign bit of each -0.0 among the values in `bits`."""
     # Adding all ones to the rest of -0.0 does not carry into the sign.
     return bits & EMPTY & ~((bits & ~EMPTY) + ~EMPTY)
 

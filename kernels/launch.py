@@ -3,9 +3,9 @@
 With programmatic dependent launch (PDL, from sm_90) a kernel's CTAs may start while the previous kernel runs. Such a kernel
 declares `PDL: constexpr` and calls
 
-    wait(PDL)      blocks until all earlier kernels of the stream have ended and their writes are visible. Every CTA calls it before
-                   its end. If the previous kernel triggers after its own wait, the next may read before its wait what was written
-                   before that kernel
+    wait(PDL)      blocks until all earlier kernels of the stream have ended and their writes are visible. Every CTA must call it.
+                   If the previous kernel triggers after its own wait, the next may read before its wait what was written before
+                   that kernel
     trigger(PDL)   the next kernel may start once every CTA of this one has called it or ended
 
 A kernel without `PDL` cannot end before its predecessors.
@@ -118,7 +118,6 @@ def shared_memory(x: OnDevice) -> int:
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 3, registers: int | None = None, **constexprs: Any
 ) -> None:
-    """Start `kernel` on the current device and stream."""
     if "PDL" in kernel.arg_names:
         constexprs["PDL"] = _has_pdl()
     choices = {**constexprs, "warps": warps, "stages": stages, "registers": registers}
@@ -159,7 +158,7 @@ def on_second_stream(run: Callable[[], Tensor], x: OnDevice) -> PendingTensor:
 
 
 def processors(device: torch.device) -> int:
-    """Of a GPU or the recorder's target; 1 on a CPU."""
+    """1 on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return _launcher.processors if device.type == "meta" else 1

@@ -4,8 +4,8 @@
     linear(x; W, GEGLU)          = cast( gelu_tanh(x G^T) * x U^T )        W = [G; U]
     linear(x; W, gelu_times(u))  = cast( gelu_tanh(x W^T) * u )
 
-W is plain or packed (`kernels.packed`). One row or two: `_gemv`. Up to 64, more with few outputs: `_gemm`. Otherwise, and for
-dtypes other than bf16: the library. A row's result depends only on that row and on the row count's tile (`kernels.tiles`).
+One row or two: `_gemv`. Up to 64, more with few outputs: `_gemm`. Otherwise, and for dtypes other than bf16: the library. A row's
+result depends only on that row and on the row count's tile (`kernels.tiles`).
 """
 
 from typing import NamedTuple
@@ -83,8 +83,8 @@ def linear_gated(x: Activations, weight: Matrix) -> Activations:
 
 
 def linear_send(x: Activations, weight: Matrix, peers: AllReduceInbox, added: LowRank | None = None) -> InboxPart | None:
-    """x [T, n], weight [m, n]: this rank's part of a sum, `added` included, written to every inbox by the product's kernel. None:
-    that kernel cannot do it all, and nothing was sent.
+    """This rank's part of a sum, `added` included, written to every inbox by the product's kernel. None: that kernel cannot do it
+    all, and nothing was sent.
     """
     packed = packed_matrix(weight)
     tile = _tile(x, packed, adapted=added is not None) if len(x) <= peers.sent_rows else None
@@ -97,9 +97,7 @@ def linear_send(x: Activations, weight: Matrix, peers: AllReduceInbox, added: Lo
 
 
 def linear_parts(x: Activations, weight: Matrix, added: LowRank | None = None) -> Tensor:
-    """x [T, n], weight [m, n] -> [T, m]; or, where few outputs leave processors idle, fp32 [parts, T,
-    m] for `kernels.fused_allreduce_norm`.
-    """
+    """`linear`; where few outputs leave processors idle, fp32 [parts, T, m] for `kernels.fused_allreduce_norm`."""
     packed = packed_matrix(weight)
     tile = _tile(x, packed, parts=True, adapted=added is not None)
     if tile is None or tile.splits == 1 or not (added is None or added.fits(tile, gated=False)):
@@ -184,7 +182,6 @@ def _store(
 
 @triton.jit
 def _load(base, TURN: constexpr, K: constexpr, BK: constexpr, POLICY: constexpr):
-    """Columns [TURN BK, (TURN + 1) BK) of rows at `base` [rows, 1]; zeros after K."""
     offset = TURN * BK + tl.arange(0, BK)[None, :]
     inside = (offset < K) | ((TURN + 1) * BK <= K)
     return tl.load(base + offset, inside, 0.0, eviction_policy=POLICY)

@@ -1,14 +1,14 @@
 """Low-rank products of rows that have adapters, added to the product of the model's own matrix.
 
-    out_t += B_s,p A_s,p x_t       s = index_t, the adapter of row t, -1: none; p: part of the outputs
+    out_t += B_s,p A_s,p x_t       s = index_t, the adapter of row t, -1: none
 
 Part p, the outputs [ends[p - 1], ends[p]), has its own A: q, k and v are one product of the model. A's product is fp32, rounded
 to the matrices' dtype for B's, which is summed in fp32 and rounded after the addition.
 
-`_shrink` gives fp32 sums of A's product, by (rows, adapter among theirs, columns, share of n). For many rows, or experts,
-`_expand` follows the product: it adds the shares, multiplies by B and adds to `out`. For few rows the product's own kernel
-(`kernels.linear._gemm`) does so, and overlaps `_shrink`. The word `begun` tells it that the kernels before `_shrink` have ended.
-All CTAs of `_shrink` run by then, so it never waits for one that cannot start.
+`_shrink` gives fp32 sums of A's product for shares of n. For many rows, or experts, `_expand` follows the product: it adds the
+shares, multiplies by B and adds to `out`. For few rows the product's own kernel (`kernels.linear._gemm`) does so, and overlaps
+`_shrink`. The word `begun` tells it that the kernels before `_shrink` have ended. All CTAs of `_shrink` run by then, so it never
+waits for one that cannot start.
 """
 
 from collections.abc import Sequence
@@ -35,11 +35,8 @@ _LAST = constexpr(0x7FFFFFFF)  # no adapter has this index
 
 
 class LowRank(NamedTuple):
-    """What adapters add to the product of x.
+    """x [T, n], plain; of_row int32 [T], each row's adapter; a [adapters, parts * r, n].
 
-    x       [T, n], plain
-    of_row  int32 [T], each row's adapter
-    a       [adapters, parts * r, n]
     b       [adapters, m, r]; in memory [m, adapters, r], or contiguous for experts
     ends    of the parts' outputs, one to three
     begun   int32 [1], 0: a word of this product alone
@@ -53,7 +50,6 @@ class LowRank(NamedTuple):
     begun: Tensor
 
     def fits(self, tile: Tile, *, gated: bool) -> bool:
-        """Whether the product's own kernel, with this tile, adds it."""
         rank = self.b.shape[2]
         parts = len(self.ends) == 1 or gated or all(end % tile.bn == 0 for end in self.ends)
         fits = parts and rank <= _MOST_RANK and rank & (rank - 1) == 0
@@ -77,7 +73,7 @@ class LowRank(NamedTuple):
 
 
 class Shrunk(NamedTuple):
-    """Arguments of the product's kernel. together: adapters that `expand_rows` multiplies at once."""
+    """together: adapters that `expand_rows` multiplies at once."""
 
     arguments: tuple[Any, ...]
     constexprs: dict[str, int]
@@ -121,7 +117,7 @@ def add_lora(out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: 
 
 
 def _shrink_all(x: Tensor, index: Tensor, a: Tensor, columns: int, block: int, width: int, begun: Tensor | None = None) -> Tensor:
-    """A's product of all rows, fp32 [shares, T, columns], by CTAs of `block` rows and `width` columns."""
+    """fp32 [shares, T, columns]."""
     rows, n = x.shape
     share = cdiv(cdiv(n, min(_MOST_SHARES, cdiv(n, _SHARE))), _TURN) * _TURN
     inner = torch.empty((cdiv(n, share), rows, columns), dtype=torch.float32, device=x.device)
@@ -176,7 +172,7 @@ def _shrink_rows(
 
 @triton.jit
 def wait_for_x(begun):
-    """Waits until the kernels before `_shrink` have ended and their writes are visible."""
+    """Waits until the kernels before `_shrink` have ended; their writes are visible."""
     state = tl.atomic_add(begun, 0, sem="acquire")
     while state == 0:
         state = tl.atomic_add(begun, 0, sem="acquire")

@@ -1,7 +1,7 @@
 """RMSNorm and the fused norm of Gemma's sandwich.
 
     rms_norm(x; w)       = cast( x * (mean(x^2) + eps)^(-1/2) * w )            in fp32; w as stored, not 1 + w
-    norm_add(r, x; w, s) = ( r + rms_norm(x; w) ) * s                          in x's dtype, rounded twice, as in transformers
+    norm_add(r, x; w, s) = ( r + rms_norm(x; w) ) * s                          in x's dtype, as in transformers
 """
 
 import torch

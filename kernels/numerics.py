@@ -39,7 +39,7 @@ def operand(x):
 
 @triton.jit
 def halves(x):
-    """int16, each two e4m3 numbers -> the low and the high ones, in fp16."""
+    """int16 -> its low and its high e4m3 number, in fp16."""
     if INTERPRET:
         low = (x & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         return low, (x >> 8 & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)

@@ -4,7 +4,7 @@
             x = values * scale      a scale for each row: its largest magnitude / 448
     int4    W = (q - z) * scale     `kernels.four_bits`; x is not packed
 
-fp8 products sum e4m3 x e4m3 in fp32 and multiply by both scales; int4 weights are rounded to x's dtype first.
+fp8 products sum in fp32 and multiply by both scales; int4 weights are rounded to x's dtype first.
 """
 
 from dataclasses import dataclass
@@ -49,13 +49,13 @@ class PackedMatrix(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that x must have, or None for any."""
+        """That x must have; None: any."""
         kept = {"plain": self.values, "int4": self.scale}.get(self.load)
         return kept.dtype if kept is not None else None
 
     @property
     def group(self) -> int:
-        """Neighbouring columns that share a scale; 0 without groups."""
+        """Columns that share a scale; 0 without groups."""
         if self.load != "int4":
             return 0
         assert self.scale is not None
@@ -117,7 +117,6 @@ def packed_matrix(matrix: Matrix) -> PackedMatrix:
 
 
 def fp8_matrix(matrix: Tensor) -> PackedMatrix:
-    """[..., m, n] of any float dtype -> fp8."""
     scale = (matrix.abs().amax(-1).float() / LARGEST).clamp_min(_LEAST_SCALE)
     return PackedMatrix((matrix.float() / scale[..., None]).to(E4M3), scale, "fp8")
 
@@ -170,7 +169,6 @@ def scaled_product(x: PackedRows, weight: PackedMatrix, out: Tensor) -> Tensor:
 
 @triton.jit
 def scaled(total, x_scale, scale, row, column, M: constexpr):
-    """fp8 sums times the scales of x's and W's rows; other sums unchanged."""
     if x_scale is not None:
         total *= tl.load(x_scale + row) * tl.load(scale + tl.minimum(column, M - 1))
     return total

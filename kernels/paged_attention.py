@@ -36,9 +36,9 @@ def attend_rows(
 def attention(
     q: Tensor, pool: Tensor, page_ids: Tensor, first: Tensor, positions: Tensor, window: int | None, last_seen: Tensor
 ) -> Tensor:
-    """q [rows, n, heads, d] at positions int [rows, n] -> its shape and dtype; undefined below position 0.
+    """q [rows, n, heads, d] at positions int [rows, n] -> its shape and dtype; undefined below position 0. pool as in
+    `decode_attention`.
 
-    pool       one layer's [pages, 2, kv_heads, page, d], K at [:, 0], V at [:, 1]
     page_ids   int [rows, pages]: from page `first` int [rows] on; entries after the last key seen are not read
     last_seen  int [rows, n], the last position that each query sees
     """

@@ -1,7 +1,5 @@
-"""Compiles kernels before their first launch, without a GPU or in other processes.
-
-`listed(target)` lists launches without starting them. `precompile` compiles one into Triton's disk cache, under the key that the
-launch will look up.
+"""Compiles kernels before their first launch, without a GPU or in other processes: `precompile` fills Triton's disk cache, under
+the key that the launch will look up.
 """
 
 from collections.abc import Hashable, Iterator

@@ -24,7 +24,6 @@ _SCORES = 1 << 26  # scores held at once (256 MiB): long chunks run in blocks of
 
 
 def tile_tokens(heads: int, kv_heads: int) -> int:
-    """Queries in a tile: times heads of a KV head _TILE_ROWS rows."""
     return max(1, _TILE_ROWS // (heads // kv_heads))
 
 
@@ -40,12 +39,11 @@ def extend_attention(
 ) -> None:
     """q [T, heads, d], normed and roped, in `kernels.qkv.query_dtype` -> out [T, heads, d]; rows without a tile stay.
 
-    pool   one layer's [pages, 2, kv_heads, page, d], with the chunks' own keys
+    pool   as in `decode_attention`, with the chunks' own keys; scales too, and q has K's
     table  int32 [slots, width]
     tiles  int32 [n, 4]: slot, first row, first position, count <= `tile_tokens(...)`, 0: skipped. Below position 0 out is 0
     window keys a position sees, its own included
     last_seen int32 [T], in the same chunk; below a row's own position, or None: its own
-    scales as in `decode_attention`; q has K's
     """
     if not enabled(q):
         for slot, row, position, count in tiles.tolist():
@@ -76,9 +74,8 @@ def extend_attention(
 def paged_prefill(
     q: Tensor, pool: Tensor, pages: Tensor, start: int, window: int | None, last_seen: Tensor | None = None
 ) -> Tensor:
-    """q [n, heads, d] from position `start` on -> [n, heads, d].
-
-    pages int32 [width]: the sequence's page table row; unseen entries are not read.
+    """q [n, heads, d] from position `start` on -> [n, heads, d]. pages int32 [width]: a page table row; unseen entries are not
+    read.
     """
     n, heads, _ = q.shape
     assert start + n <= pages.shape[0] * pool.shape[3], (start, n, pages.shape)
@@ -110,9 +107,8 @@ def _extend(
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, VALUES: constexpr, WINDOW: constexpr, PAGE: constexpr, TOKENS: constexpr,
     ROWS: constexpr, KEYS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """TOKENS queries of a tile, times the heads of one KV head; VALUES of V's columns.
-
-    Keys in three runs: the window's edge, which only some queries see; keys that all see; the diagonal.
+    """TOKENS queries of a tile, times the heads of one KV head. Keys in three runs: the window's edge, which only some queries
+    see; keys that all see; the diagonal.
     """
     trigger(PDL)
     GROUP: constexpr = HEADS // KV_HEADS
@@ -163,8 +159,6 @@ def _walk(
     q, side, ids, width, first, last, columns, positions, newest, oldest, end, row_max, row_sum, acc,
     KV_HEADS: constexpr, D: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, MASKED: constexpr,
 ):  # fmt: skip
-    """Keys first .. last - 1, `first` a multiple of KEYS; returns the updated maximum, weight sum
-    and value sums."""
     dims = tl.arange(0, D)
     pages = page_of(ids, first, width, KEYS, PAGE)
     for key in tl.range(first, last, KEYS):

@@ -1,7 +1,7 @@
 """From the QKV product to attention: head norms, rotary embedding, and the write of K and V into pages.
 
     norm_rope(x; w)      x' = rms_norm(x; w) over each head, then for the rotated pairs (i, i + d/2), i < pairs:
-                         (x'_i, x'_j) -> (x'_i cos - x'_j sin, x'_j cos + x'_i sin);  other dims pass through
+                         (x'_i, x'_j) -> (x'_i cos - x'_j sin, x'_j cos + x'_i sin)
 
 fp32 with one cast at the end; transformers also rounds the norm, cos and sin.
 """
@@ -34,7 +34,7 @@ def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, d
 
 
 def query_dtype(qkv: Tensor, pool: Tensor) -> torch.dtype:
-    """fp16 where kernels read e4m3 pages, since products take those keys as fp16; else qkv's."""
+    """fp16 where kernels read e4m3 pages, since products take keys as fp16; else qkv's."""
     return torch.float16 if enabled(qkv) and pool.element_size() == 1 else qkv.dtype
 
 
@@ -72,9 +72,9 @@ def qkv_post(
 ) -> None:
     """Raw product of T tokens -> normed and roped q [T, heads, d]; K and V go into their pages.
 
-    qkv, cos_sin, norms, pool and scales as in `decode_attention`; table int32 [slots, width]; slots and positions int [T]. A
-    padding row (position -1) writes no pages; its q is zero. fold: multiply q's unrotated dims by k_norm, for attention that
-    reads V in K's place. K's scale goes into q.
+    qkv, cos_sin, norms, pool and scales as in `decode_attention`, K's scale goes into q; table int32 [slots, width]; slots and
+    positions int [T], -1: padding, whose q is zero and which writes no pages. fold: multiply q's unrotated dims by k_norm, for
+    attention that reads V in K's place.
     """
     heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
     kv_projections = (qkv.shape[1] // d - heads) // kv_heads
@@ -118,8 +118,7 @@ def _post(
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, KV_PROJECTIONS: constexpr, PAGE: constexpr,
     FOLD: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One token's query heads of one KV head, with its K and V. It triggers after its wait, so the next kernel may read earlier
-    writes at once."""
+    """It triggers after its wait, so the next kernel may read earlier writes at once (`kernels.verify`)."""
     GROUP: constexpr = HEADS // KV_HEADS
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: constexpr = D // 2

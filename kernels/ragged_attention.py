@@ -47,8 +47,7 @@ def _columns(x, rows, columns, live):
 def _attend(
     q, k, v, starts, out, HEADS: constexpr, D: constexpr, REST: constexpr, ROWS: constexpr, KEYS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """ROWS queries of a picture, one head, KEYS keys a turn. 128 registers a thread let two
-    programs fit an SM."""
+    """128 registers a thread let two programs fit an SM."""
     trigger(PDL)
     picture, head = tl.program_id(2), tl.program_id(1)
     wait(PDL)

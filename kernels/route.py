@@ -120,7 +120,6 @@ def _many_logits(
     N: constexpr, EXPERTS: constexpr, SHARES: constexpr, ROWS: constexpr, WIDTH: constexpr, TURN: constexpr, BLOCK: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
-    """The first CTAs score ROWS rows by WIDTH experts each, the others compute a row's x."""
     trigger(PDL)
     tiles = (T + ROWS - 1) // ROWS * SHARES
     program = tl.program_id(0)

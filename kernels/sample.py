@@ -3,10 +3,10 @@
     cap      l  <- c tanh(l / c)
     mask     l_i <- -inf                                         for forbidden ids
     scale    s = l / temperature
-    top_k    keep the k largest s_i                              ties: the lower id first; 0: all
-    top_p    p = softmax over kept; keep the shortest descending prefix of mass at least top_p    1: all
+    top_k    keep the k largest s_i                              ties: the lower id; 0: all
+    top_p    p = softmax over kept; keep the shortest descending prefix of mass at least top_p
     min_p    keep s_i >= max s + ln(min_p)                       that is p_i >= min_p max p
-    choose   argmax over kept of s_i + g_i                       g_i = -ln(-ln(1 - v)) is standard Gumbel noise
+    choose   argmax over kept of s_i + g_i                       g_i = -ln(-ln(1 - v)), Gumbel noise
 
 v = (h + 1/2) / 2^32, h a hash of (seed, position, token id) in int64 without overflow: the same bits on every device.
 """
@@ -46,7 +46,7 @@ def hash32(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, fp32 [R, n]; arguments as for `hash32`."""
+    """fp32 [R, n]; arguments as for `hash32`."""
     v = (hash32(seeds, positions, ids).float() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-v.clamp(max=_HIGHEST)))
 

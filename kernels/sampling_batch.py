@@ -11,15 +11,13 @@ SMALL_TOP_K = 128  # filters after a top_k up to it are decided by so many best 
 
 
 class SlotParameters(NamedTuple):
-    """How each slot samples."""
-
     integers: Tensor  # int64 [slots, 3]: seed, top_k, first position that may stop
     floats: Tensor  # fp32 [slots, 3]: temperature, top_p, min_p
     stop: Tensor  # int32 [slots, ids], -1: none
 
 
 class SlotAdjustments(NamedTuple):
-    """Logit adjustments of each slot, on a rank with ids first .. first + n - 1."""
+    """Of each slot, on a rank with n ids from `first` on."""
 
     flags: Tensor  # int32 [slots]: BIASED | PENALIZED | LIMITED | BAD_WORDS
     bias_ids: Tensor  # int32 [slots, m], -1: none

@@ -107,8 +107,7 @@ def failure(check: Check, device: torch.device, dtype: torch.dtype) -> str | Non
 
 
 def row_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest row error relative to its norm; of integers how many differ. An expected NaN is
-    right."""
+    """Relative to the row's norm; of integers how many differ. An expected NaN is right."""
     if not expected.is_floating_point():
         return float((actual != expected).sum())
     actual, expected = (x.double().reshape(-1, x.shape[-1]) for x in (actual, expected))
@@ -122,7 +121,6 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
-    """Two decode rows, two chunks of which one gives a result, two appends, one left out, a release."""
     layout = PlanLayout(header=5, counts=0, row=2, chunk=4, append=4, release=4)
     counts = (2, 2, 3, 1)
     decodes = [[2, 1], [0, width]]
@@ -264,7 +262,6 @@ def _decode(
 
 
 def _verify(draw: RandomInputs, d: int, pairs: int, e4m3: bool = False) -> Outputs:
-    """Rows of several queries: after a window, at the beginning with one query less, padding. With `pairs` K is read from V."""
     heads, q_len, splits = d // 64, 4, 3
     pool = draw.pool(9, 1, d)
     if e4m3 and not _has_fp8(pool):
@@ -290,7 +287,6 @@ def _verify(draw: RandomInputs, d: int, pairs: int, e4m3: bool = False) -> Outpu
 def _extend(
     draw: RandomInputs, heads: int, kv_heads: int, d: int, window: int | None, image: bool = False, e4m3: bool = False
 ) -> Outputs:
-    """A fresh chunk, one after a prefix, perhaps with an image, and padding."""
     pool, out = draw.pool(17, kv_heads, d), draw.floats(60, heads, d)
     if e4m3 and not _has_fp8(pool):
         return ()
@@ -331,7 +327,6 @@ def sampled_rows(
 
 
 def _adjust(draw: RandomInputs, width: int) -> Outputs:
-    """Four rows with different adjustments, the last with a mask too. `width` 2: also a draft of the second and the last."""
     logits, batch = sampled_rows(draw)
     if width == 2:
         batch = replace(batch, slots=draw.ints(1, 1, 3, 3), positions=draw.ints(8, 9, 6, 7))

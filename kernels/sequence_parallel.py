@@ -39,8 +39,6 @@ Pieces = Iterator[Tensor]  # of rows, each computed when it is taken
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """x [T, n] whose pieces arrive from the ranks that norm them."""
-
     rows: Tensor
     group: "SequenceParallel"
     number: int
@@ -48,7 +46,7 @@ class GatheredRows:
     sent: Sequence[Tensor]  # keeps copies alive until the others have sent x
 
     def pieces(self) -> Pieces:
-        """Each piece once the device has it. Call it once."""
+        """Call it once."""
         for index, rows in enumerate(self.group.cut(self.rows)):
             if index == len(self.group.pieces) - 2:
                 self.norm_last()
@@ -122,7 +120,7 @@ class SequenceParallel:
         return slice(count * rank // self.size, count * (rank + 1) // self.size)
 
     def _parts_of(self, owner: int, rows: slice, first: int) -> Tensor:
-        """[size - 1, own rows, n]: other ranks' parts of the owner's rows of a piece, from row `first` of its memory."""
+        """[size - 1, own rows, n]: other ranks' parts of the owner's rows of a piece, from row `first` on."""
         own = self._own(rows, owner)
         count, others = own.stop - own.start, self.size - 1
         return self._parts[owner][first : first + others * count].view(others, count, self.width)
@@ -136,7 +134,6 @@ class SequenceParallel:
         return (x[piece.rows] for piece in self.pieces) if isinstance(x, Tensor) else x
 
     def scatter(self, part: Tensor, piece: int, number: int) -> None:
-        """Begin to copy this rank's part [piece's rows, n] to the owners."""
         self._send([(copy.part, part[copy.rows], copy.part_flag) for copy in self.pieces[piece].copies], number)
 
     def join(self) -> None:
@@ -144,7 +141,7 @@ class SequenceParallel:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def _send(self, copies: list[tuple[Tensor, Tensor, Tensor]], number: int) -> None:
-        """Copy (to, from, flag) on a second stream, after all work queued on the current one."""
+        """Copies (to, from, flag), after all work queued on the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):  # of none: where it is
@@ -177,7 +174,7 @@ class SequenceParallel:
         return h, GatheredRows(self._x[self.rank][: len(h)], self, number, partial(norm, index), sent)
 
     def wait_for(self, what: int, piece: int, number: int) -> None:
-        """Make the current stream wait for every other rank's copy with this number."""
+        """The current stream waits for every other rank's copy with this number."""
         others = self.size - 1
         flags = self._flags[self.rank][what, piece]
         launch(_wait_for, (1,), flags, self._errors, number, SIZE=others, BLOCK=next_power_of_2(others), warps=1)

@@ -56,10 +56,10 @@ def decode_inputs(
     plan: Tensor, layout: PlanLayout, tokens: Tensor, lengths: Tensor, padding: int, ids: Tensor, positions: Tensor, slots: Tensor,
     width: int = 1,
 ) -> None:  # fmt: skip
-    """Fill ids, positions and slots int32 [rows * width] from the plan's decode rows; lengths grow by one.
+    """Fill ids, positions and slots int32 [rows * width] from the plan's decode rows; lengths int32 [slots] grow by one.
 
-    tokens int32 [slots, max_len + ..]; lengths int32 [slots]: a row starts at its slot's length and goes on with draft tokens.
-    Narrower rows are padded, at position -1.
+    tokens int32 [slots, max_len + ..]. A row starts at its slot's length and goes on with draft tokens; narrower rows are padded,
+    at position -1.
     """
     if enabled(plan):
         rows, block_rows = len(ids) // width, _INPUTS // width
@@ -81,7 +81,7 @@ def decode_inputs(
 def gather_pages(
     table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, out: Tensor, lengths: Tensor | None = None
 ) -> None:
-    """out int32 [sequences, width]: entry j is the page of positions (first + j) * page .. of the sequence's slot; first:
+    """out int32 [sequences, width]: entry j is the page of positions (first + j) * page .. of a sequence's slot; first:
     `first_page` of its first row.
 
     slots and positions int32 [sequences * rows]: a sequence's rows are consecutive, at rising positions, then padding (-1).
@@ -182,7 +182,7 @@ def _inputs(
     plan, tokens, tokens_width, lengths, padding, ids, positions, slots, count,
     HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, WIDTH: constexpr, BLOCK_ROWS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BLOCK_ROWS rows of WIDTH inputs. A row's first lane advances its slot's length after all lanes, of one warp, have read it."""
+    """A row's first lane advances its slot's length after all lanes, of one warp, have read it."""
     trigger(PDL)
     wait(PDL)
     lane = tl.arange(0, BLOCK)

@@ -3,7 +3,7 @@
     grid   (rows, KV heads x parts of V's columns, splits); a CTA takes runs split, split + splits, ... of `KEYS` keys
     CTA    q normed and roped -> online softmax over its runs -> its part and log-sum-exp to scratch -> a ticket
     last   the CTA with the last ticket of a (row, KV head, columns) adds the parts and resets the ticket
-    owner  the CTA whose runs end with the row's own position appends the new key and value, from registers
+    owner  the CTA of the row's own position appends the new key and value
 
 With V_AS_K, unrotated dims of K are V times k_norm: q has the weight and is multiplied with V; only K's rotated dims are read,
 after the owner's append. e4m3 pages round K and V separately, so K is read whole.
@@ -169,7 +169,7 @@ def decode_kernel(
 
 @triton.jit
 def page_of(ids, key, width, KEYS: constexpr, PAGE: constexpr):
-    """The page of KEYS keys from `key` on, or each one's if they span several; 0 after the table's end."""
+    """Of KEYS keys from `key` on, or of each if they span several; 0 after the table's end."""
     entry = key // PAGE
     if KEYS > PAGE:
         entry += tl.arange(0, KEYS) // PAGE
@@ -184,7 +184,7 @@ def _seen(run, first, oldest, end, KEYS: constexpr):
 
 @triton.jit
 def load_run(side, page, run, first, oldest, end, columns, D: constexpr, STRIDE: constexpr, KEYS: constexpr, PAGE: constexpr):
-    """[KEYS, columns] of one side's pages; unseen keys are not read, and zero."""
+    """[KEYS, columns]; unseen keys are not read, and zero."""
     at = addresses(side, page, run, columns, D, STRIDE, KEYS, PAGE)
     return tl.load(at, _seen(run, first, oldest, end, KEYS)[:, None], other=0.0)
 
@@ -199,9 +199,8 @@ def addresses(side, page, run, columns, D: constexpr, STRIDE: constexpr, KEYS: c
 
 @triton.jit
 def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, acc):
-    """One turn of the online softmax, with a sum of weights for each column of the keys.
-
-    `q_other` is multiplied with V in place of K's other dims. v of int16 is two e4m3 columns, acc the sums of even and odd ones.
+    """A turn of the online softmax, with a sum of weights for each column of the keys. q_other: for V in place of K's other dims.
+    v of int16 is two e4m3 columns, acc the sums of even and odd ones.
     """
     k_low, k_high = operand(k_low), operand(k_high)
     scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E

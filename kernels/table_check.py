@@ -2,7 +2,7 @@
 
     TABLE_ENTRY    a slot's whole row of the page table
     ROW_ENTRY      a decode row's gathered page ids, up to its position, none null
-    COPIED_ENTRY   a row copied for another library's kernel: pages up to its position, then the null page
+    COPIED_ENTRY   a copied row: pages up to its position, then the null page
 
     violations int32 [RECORD * (RECORDS + 1)]    [0] their number; record r from RECORD * (r + 1):
                                                  kind, group, slot, entry, actual, expected, row, position
@@ -44,7 +44,7 @@ def check_rows(
     """Check page ids `actual`, int32 [rows, width], and replace invalid ones.
 
     expected int32 [slots, columns]; pages: of the pool; slots and positions int32 [rows]: column 0 is the first entry that a
-    query at the position sees through `window`
+    query at the position sees
     """
     rows, width = actual.shape
     check_contiguous(actual)

@@ -1,8 +1,7 @@
-"""Kernel and tile of a product of few rows: a measured table by load, shape and rows, cut to shared
-memory.
+"""Kernel and tile of a product of few rows: a measured table by load, shape and rows, cut to shared memory.
 
-The choice is a pure function, so all ranks choose alike. Figures come from `python -m
-tests.bench.layer_products`; an unknown shape takes the nearest one's tile and is logged once.
+A pure function, so all ranks choose alike. Figures come from `python -m tests.bench.layer_products`; an unknown shape takes the
+nearest one's tile and is logged once.
 """
 
 import logging
@@ -47,7 +46,7 @@ class Tile:
 
 
 class GemmShape(NamedTuple):
-    """m outputs of n inputs; gated: the weight has 2 m rows, gate first."""
+    """gated: the weight has 2 m rows, gate first."""
 
     m: int
     n: int
@@ -60,8 +59,7 @@ class GemmShape(NamedTuple):
 
 
 def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] = (1024, 128)) -> dict[int, Tile]:
-    """Tiles by most rows: (outputs, early tiles) of the gemv, (outputs, stages) of gemms of 16, 32 and 64 rows. bk: of gemv and
-    gemms."""
+    """By most rows: (outputs, early tiles) of the gemv, (outputs, stages) of gemms of 16, 32 and 64 rows. bk: of gemv and gemms."""
     by_rows = zip((16, 32, 64), gemms, strict=True)
     return {1: Tile("gemv", 1, gemv[0], bk[0], gemv[1])} | {
         rows: Tile("gemm", rows, bn, bk[1], stages=stages, swap=bn <= 64 and rows < 64) for rows, (bn, stages) in by_rows
@@ -69,8 +67,8 @@ def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] =
 
 
 def _four_bit_tiles(*gemms: tuple[int, int, int]) -> dict[int, Tile]:
-    """(outputs, columns a turn, stages) of gemms of 16, 32, 64 and 128 rows. Weights, converted in registers, are the MMA's left
-    operand."""
+    """(outputs, columns a turn, stages) of gemms of 16, 32, 64 and 128 rows. The weight, converted in registers, is the MMA's
+    left operand."""
     by_rows = zip((16, 32, 64, 128), gemms, strict=True)
     return {rows: Tile("gemm", rows, bn, bk, stages=stages, swap=True) for rows, (bn, bk, stages) in by_rows}
 
@@ -133,8 +131,7 @@ def choose(
 
 
 def _four_bit_splits(tile: Tile, shape: GemmShape) -> int:
-    """Parts of the inner dimension. Several CTAs share a processor, since converting weights waits
-    for the MMA."""
+    """Several CTAs share a processor, since converting weights waits for the MMA."""
     ctas = cdiv(shape.m, tile.bn)
     most = 4 * _PROCESSORS if tile.rows <= 32 else 2 * _PROCESSORS
     fine = (splits for splits in (6, 4, 3, 2) if splits * ctas <= most and shape.n % (splits * tile.bk) == 0)

@@ -28,8 +28,6 @@ _MOST_ADDED = constexpr(8)  # splits whose parts of 16 rows the last CTA adds
 
 @dataclass(frozen=True)
 class VerifyTile:
-    """As `kernels.decode.DecodeTile`."""
-
     rows: int  # of a product: queries x heads
     keys: int
     values: int
@@ -38,7 +36,7 @@ class VerifyTile:
     pairs: int = 0  # q is folded (`kernels.qkv.qkv_post`)
 
     def shared_bytes(self, d: int, itemsize: int = 2) -> int:
-        """Bytes for q and the pipeline of K and V; large products read one stage late, and hold one-byte numbers also in two."""
+        """Large products read one stage late, and hold one-byte numbers also in two."""
         late = self.rows >= 64
         held = itemsize * (self.stages - 1 + late) + 2 * (late and itemsize == 1)
         return 2 * self.rows * (d + 2 * self.pairs) + held * self.keys * ((2 * self.pairs or d) + d // self.values) + 4096
@@ -106,11 +104,10 @@ def verify_attention(
     """Writes `out`, for `rows` rows of `q_len` queries each.
 
     q         [rows * q_len, heads, d], normed and roped, in `kernels.qkv.query_dtype`
-    pool      one layer's [pages, 2, kv_heads, page, d], with all queries' keys and values
-    page_ids  int32 [rows, width], as `kernels.slots.gather_pages` fills them
+    pool      as in `decode_attention`, with all queries' keys and values; scales too, and q has K's
+    page_ids  int32 [rows, width], from `kernels.slots.gather_pages`
     positions int32 [rows * q_len]: rising within a row, then -1: padding, whose output is zero
-    splits    CTAs along the keys of a (row, KV head);  tile: from `verify_cut`, perhaps for more rows
-    scales    as in `decode_attention`; q has K's
+    splits    CTAs along the keys;  tile: from `verify_cut`, perhaps for more rows
     """
     rows, (count, heads, d), (kv_heads, page) = len(page_ids), q.shape, pool.shape[2:4]
     q_len = count // rows
@@ -216,7 +213,7 @@ def verify_kernel(
 
 @triton.jit
 def _keys_of(positions, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr):
-    """Of a row's queries: first key of the first page, oldest key seen, last key."""
+    """First key of the first page, oldest key seen, last key."""
     query = tl.arange(0, triton.next_power_of_2(Q_LEN))
     last = tl.max(tl.load(positions + query, query < Q_LEN, -1), 0)
     first, oldest = 0, 0

@@ -60,7 +60,7 @@ class SoftTokens:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One step's inputs, read-only. T rows: chunk tokens, then decode rows, padding rows last."""
+    """Read-only. T rows: chunk tokens, then decode rows, padding rows last."""
 
     ids: Tensor  # int32 [T]  input token ids
     positions: Tensor  # int32 [T]  0-based; -1: a padding row, which writes nothing

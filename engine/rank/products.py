@@ -64,7 +64,6 @@ class Exchange:
     def norm(
         self, whole: Tensor, residual: Tensor | None, norms: Norms, scalar: Tensor | None = None, scale: float = 1.0
     ) -> tuple[Tensor, Activations]:
-        """`sum_norm` of a tensor that every rank has whole."""
         return _h_and_x(*fused_allreduce_norm(whole, residual, norms, self._eps, scalar, scale))
 
     def all_rows(self, x: Rows) -> Tensor:

@@ -30,8 +30,6 @@ from kernels.sampling_batch import SamplingBatch, SlotParameters
 
 @dataclass(frozen=True)
 class ResultRows:
-    """A step's rows that give tokens."""
-
     # int32 [R] on the host, in the result's order, `width` of each sequence
     slots: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32), compare=False)
     # int32 [R]: low 31 bits of each row's admission number

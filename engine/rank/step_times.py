@@ -107,7 +107,7 @@ class _Probe:
         return self._timed(*self._chunked(0, rows, context))
 
     def mixed_ms(self, sequences: int, context: int, prefills: Measured, width: int = 1, drafts: int = 0) -> float:
-        """Extra time over `prefills` of equally many prompt tokens."""
+        """Over `prefills` of equally many prompt tokens."""
         rows = sequences * width
         whole, alone = next((point for point in prefills if point[0] >= 2 * rows), prefills[-1])
         decoding, (newcomer, chunk) = self._decoding(sequences, context, width), self._chunked(sequences, max(1, whole - rows), 0)
@@ -139,7 +139,7 @@ class _Probe:
         return self._admission([slot], end, context, end), StepPlan(0, chunks=[(slot, context, end, end - 1, 0, 0)])
 
     def _timed(self, first: StepPlan, plan: StepPlan) -> float:
-        """ms of `plan`, after the admitting `first`, in the faster series; two steps are in flight."""
+        """ms of `plan`, after the admitting `first`; two steps are in flight."""
         self._run([first, plan])
         return min(self._run([plan] * count) for count in self._series)
 

@@ -10,7 +10,7 @@ from engine.plan import DEPTH
 
 
 def staging(to: device, *shape: int) -> Iterator[Tensor]:
-    """Zeroed host memory int32 for each step in turn, pinned for a GPU: DEPTH + 1 of them."""
+    """Zeroed host memory int32 for each step in turn, DEPTH + 1 of them, pinned for a GPU."""
     return cycle([torch.zeros(shape, dtype=torch.int32, pin_memory=to.type == "cuda") for _ in range(DEPTH + 1)])
 
 

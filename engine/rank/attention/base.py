@@ -54,8 +54,7 @@ class AttentionParts(NamedTuple):
 def normed_queries(
     cache: GroupCache, settings: PartSettings, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, *, fold: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Write K and V into their pages; returns normed and roped queries [rows, heads, d], and the pool. fold:
-    `kernels.qkv.qkv_post`."""
+    """Writes K and V into their pages; returns normed and roped queries [rows, heads, d], and the pool. fold: `qkv_post`."""
     pool = cache.layers[layer.kv_source]
     q = qkv.new_empty((len(qkv), settings.heads, layer.head_dim), dtype=query_dtype(qkv, pool))
     rope = block.rope[layer.rope, layer.head_dim]

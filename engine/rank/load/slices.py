@@ -23,7 +23,7 @@ _EVEN = {"q": 0, "gate": 0, "up": 0, "columns": 1, "depth": 2}  # parts that are
 
 @dataclass(frozen=True)
 class Cut:
-    """Indices [start, stop) of dimension `dim`, which go to index `at` of the parameter."""
+    """Indices [start, stop) of dimension `dim` go to index `at` of the parameter."""
 
     dim: int
     start: int

@@ -67,7 +67,6 @@ class MediaEncoder(Shard, ABC):
         ...
 
     def pieces(self, batch: Sequence[Tensor]) -> Launches:
-        """`forward`, launched layer by layer."""
         return functional.linear(rms_norm((yield from self.encoded(batch)), None, self.geometry.eps), self.out.weight)
 
     def forward(self, batch: Sequence[Tensor]) -> Tensor:

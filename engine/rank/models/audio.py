@@ -83,7 +83,6 @@ class AudioAttention(nn.Module):
         self.scale = shard.parameter(width // geometry.heads)
 
     def forward(self, x: Tensor, distances: Tensor, before: Before) -> Tensor:
-        """x [T, hidden], distances [reach, hidden]"""
         q, k, v = (product(x).float().view(self._shape) for product in (self.q, self.k, self.v))
         q = q * (q.shape[2] ** -0.5 / math.log(2)) * functional.softplus(self.scale)
         relative = functional.linear(distances, self.relative.weight).float().view(self._shape)

@@ -49,7 +49,7 @@ class PreNorm(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerStep:
-    """What the layers of one forward share. ple: per-layer embeddings [T, layers, ple] or None."""
+    """What layers of a forward share. ple: per-layer embeddings [T, layers, ple]."""
 
     batch: ForwardBatch
     attention: AttentionBackend

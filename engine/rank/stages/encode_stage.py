@@ -74,7 +74,7 @@ class EncodeStage:
 
     @property
     def figures(self) -> EncoderFigures:
-        """Since boot; the time is of work that the device has ended."""
+        """Since boot; the time is of ended work."""
         cache = self._cache
         return EncoderFigures(
             self._stopwatch.us,
@@ -200,7 +200,6 @@ class EncodeStage:
 
 
 def batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Batches of at most ENCODER_ROWS rows, or of a single input."""
     batch: list[Tensor] = []
     rows = 0
     for one in inputs:
