@@ -35,7 +35,6 @@ class Capability:
 
     @property
     def architecture(self) -> ComputeCapability | None:
-        """The lowest of the GPUs'."""
         return min((gpu.capability for gpu in self.gpus), default=None)
 
 
@@ -57,7 +56,7 @@ def check_group(capability: Capability, tp: int) -> None:
 
 
 def visible_gpus(gpus: Gpus, named: str | None) -> Gpus:
-    """Of CUDA_VISIBLE_DEVICES, in order; as in CUDA, an unknown one ends the list."""
+    """The devices of CUDA_VISIBLE_DEVICES, in order; as in CUDA, an unknown one ends the list."""
     if named is None:
         return gpus
     shown = []
@@ -70,7 +69,7 @@ def visible_gpus(gpus: Gpus, named: str | None) -> Gpus:
 
 
 def node_gpus() -> Gpus:
-    """In NVML's (PCI) order; empty without a driver."""
+    """All GPUs in NVML's (PCI) order; empty without a driver."""
     try:
         pynvml.nvmlInit()
         try:

@@ -30,7 +30,7 @@ Command = Callable[[BootArgs], Sequence[str]]
 
 
 class ExitStatus(NamedTuple):
-    """`code` as in Popen (negative: a signal; None: it runs)."""
+    """`code` as in Popen (negative: signal; None: it runs)."""
 
     name: str
     code: int | None
@@ -76,7 +76,7 @@ class Child:
             self.lifeline.send(message)
 
     def receive(self, timeout_s: float = 1.0) -> BootMessage | None:
-        """Within `timeout_s`; None at the end of the lifeline."""
+        """The next message, within `timeout_s` of its first byte; None at the end of the lifeline."""
         self.lifeline.sock.settimeout(timeout_s)
         message = self.lifeline.receive()
         if isinstance(message, Failed):
@@ -124,7 +124,6 @@ def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], d
 
 
 def environment(inherited: dict[str, str], device: str) -> dict[str, str]:
-    """Our packages, loopback for peers, NVML's order of GPUs; on CPU no GPU and one thread."""
     usual = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **_KEEP_MEMORY} if device == "cpu" else {}
     kept = {name: value for name, value in inherited.items() if name != "PYTHONBREAKPOINT"}  # Ray's would wait for a debugger
@@ -136,7 +135,7 @@ def python_path(inherited: Mapping[str, str]) -> str:
 
 
 def kill(children: Sequence[Child]) -> list[str]:
-    """SIGKILL all and wait at most KILL_WAIT_S; returns names still running."""
+    """SIGKILL all and wait at most KILL_WAIT_S; returns those still running."""
     for child in children:
         child.process.kill()
     deadline = time.monotonic() + KILL_WAIT_S

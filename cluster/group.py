@@ -105,7 +105,7 @@ class Group:
                     raise
 
     def _adapter_socket(self, index: int, ends: contextlib.ExitStack) -> list[int]:
-        """For adapters that are loaded later; returns its descriptor. `ends` closes it."""
+        """Returns the descriptor of a rank's socket for adapters that are loaded later. `ends` closes it."""
         if index == self.config.tp or not self.config.max_adapters:
             return []
         ours, theirs = socket.socketpair()
@@ -135,7 +135,7 @@ class Group:
             logger.info("%s ready (pid %d) %s", child.name, child.process.pid, message.note)
 
     def status(self) -> list[RankStatus]:
-        """The ranks and, last, the core; kept after the end."""
+        """Ranks, then the core; kept after the end."""
         if self._last is not None:  # without the lock: `kill` holds it while it waits
             return self._last
         with self._lock:
@@ -152,7 +152,7 @@ class Group:
             return [child.exit_status() for child in self.children]
 
     def close(self, timeout_s: float = CLOSE_WAIT_S) -> bool:
-        """After `client.stop()`; kills the rest. True if all ended in time."""
+        """Waits for the end after `client.stop()`, then kills; True if all ended in time."""
         deadline = time.monotonic() + timeout_s
         orderly = all(child.wait(deadline - time.monotonic()) for child in self.children)
         self.kill()
@@ -174,7 +174,7 @@ class Group:
 
 
 def spin_polls(tp: int, cores: int) -> int:
-    """0 if processes outnumber the cores."""
+    """0 if processes outnumber cores."""
     return 0 if tp + 2 > cores else SPIN_POLLS
 
 

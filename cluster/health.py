@@ -76,7 +76,7 @@ def stalls(statuses: Statuses, moment: Observation) -> list[float]:
 
 
 def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observation) -> float:
-    """From the rank's own progress if it has begun a due step, else also from the core's."""
+    """Counts from the rank's own progress if it has begun a due step, else also from the core's."""
     if rank.finished >= due:
         return 0.0
     due_since = 0 if rank.launched > rank.finished else core.progress_ns
@@ -84,7 +84,7 @@ def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observat
 
 
 def _diverged(statuses: Statuses) -> Death | None:
-    """At the first common step that differs; the rarest state first."""
+    """Names the first common step that differs, and the ranks with the rarest state first."""
     ranks = statuses[:-1]
     for step in sorted(set.intersection(*(set(rank.hashes) for rank in ranks))):
         holders: dict[int, list[int]] = {}
@@ -193,6 +193,6 @@ class Watcher:
         self.on_death(death)
 
     def close(self) -> None:
-        """Idempotent. Call it before an orderly end."""
+        """Idempotent; call it before an orderly end."""
         self._closed = True
         self._watch.close()

@@ -20,7 +20,7 @@ class Completed(EventRecord):
 
 
 class MeanStep(EventRecord):
-    """Between two reports of a core with constant work."""
+    """The mean step between two reports of a core with constant work."""
 
     seconds: float
     tokens: float

@@ -166,7 +166,7 @@ class ReplicaRegistry(Collector):
 
 
 class DiscoveryServer(PageServer):
-    """In a thread, which also ticks."""
+    """Serves a registry in a thread, which also ticks."""
 
     def __init__(self, registry: ReplicaRegistry, host: str, port: int, nodes: Callable[[], HttpSdList] = list) -> None:
         """Port 0: a free one. ConfigError: taken. `nodes`: for /ray; its ConfigError is a 503."""

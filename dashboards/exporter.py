@@ -112,14 +112,13 @@ class Exporter(Collector):
         yield from aliases(families, self.facts.model_name)
 
     def counts(self) -> Counts:
-        """Counters that outlive the group, for discovery."""
         with self._scraping:
             self._refresh()
             lasting = [metric for metric in self._metrics if isinstance(metric, Series) and metric.row.name in RETIRED]
             return {(series.row.name, labels): value for series in lasting for labels, value in series.values.copy().items()}
 
     def serve(self, host: str, port: int) -> str:
-        """In a thread; port 0: a free one. Returns the URL. ConfigError: taken."""
+        """Serves in a thread; port 0: a free one. Returns the URL. ConfigError: taken."""
         try:
             self._server = PageServer(host, port, {"/metrics": self.page}, "exporter")
         except OSError as error:

@@ -59,7 +59,6 @@ class Metric(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """For prometheus-client."""
         return self.name.removesuffix("_total")
 
 

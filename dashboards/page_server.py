@@ -33,8 +33,6 @@ def metrics_page(collector: Collector) -> Page:
 
 
 class PageServer(ThreadingHTTPServer):
-    """`pages` by path. `url`: of the first page."""
-
     def __init__(self, host: str, port: int, pages: Mapping[str, Page], name: str) -> None:
         """Port 0: a free one. OSError."""
         self.pages = dict(pages)
@@ -78,4 +76,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """One line a scrape is noise."""
+        """Log nothing: one line a scrape is noise."""

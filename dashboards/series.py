@@ -19,7 +19,7 @@ Counts = dict[tuple[str, tuple[str, ...]], float]  # (counter, label values) -> 
 
 
 class Series:
-    """By label values, known ones at zero from the start. After `most` series, new free labels share one."""
+    """A counter or gauge by label values, known ones at zero from the start. After `most` series, new free labels share one."""
 
     def __init__(self, row: Metric, most: float = inf) -> None:
         self.row = row
@@ -40,7 +40,7 @@ class Series:
 
 
 class FastHistogram:
-    """Without labels: a bisection and two additions."""
+    """A histogram without labels: a bisection and two additions."""
 
     def __init__(self, row: Metric) -> None:
         assert not row.labels, row.name

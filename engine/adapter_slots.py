@@ -44,7 +44,7 @@ class AdapterSlots:
         return adapter == NO_ADAPTER or adapter in self._ready
 
     def use(self, adapter: int) -> int:
-        """The slot of a ready adapter, now the most recently used one."""
+        """Returns a ready adapter's slot."""
         if adapter == NO_ADAPTER:
             return NO_ADAPTER
         slot = self._ready.pop(adapter)

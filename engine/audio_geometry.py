@@ -36,7 +36,6 @@ class AudioGeometry(Geometry):
 
     @property
     def unified(self) -> bool:
-        """The 12B's, without a tower."""
         return not self.reach
 
     def check(self, item: MediaItem) -> None:

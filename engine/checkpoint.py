@@ -50,14 +50,13 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def model_vocabulary(folder: Path) -> int | None:
-    """Rows of the model's embedding, if config.json says."""
     config = read_optional(folder / "config.json")
     rows: int | None = (config.get("text_config") or config).get("vocab_size")
     return rows
 
 
 def tensor_names(folder: Path) -> Iterable[str]:
-    """By the index or the header of the only shard; empty without both."""
+    """Names from the index or the header of the only shard; empty without both."""
     shard = folder / "model.safetensors"
     if index := read_index(folder):
         return index

@@ -22,7 +22,7 @@ KeyVerdict = Literal["admitted", "unauthenticated", "forbidden", "rate_limited"]
 
 
 class EventRecord(FrozenStruct):
-    pass
+    """Equal only to its own kind."""
 
 
 class RequestStarted(EventRecord):
@@ -31,7 +31,7 @@ class RequestStarted(EventRecord):
 
 
 class Scheduled(EventRecord):
-    """Not repeated after a preemption."""
+    """It is not repeated after a preemption."""
 
     request: int
     queue_s: float
@@ -55,7 +55,7 @@ class Tokens(EventRecord):
 
 
 class RequestFinished(EventRecord):
-    """Once for every RequestStarted. `outcome` dead: the group ended; stop includes stop strings."""
+    """It comes once for every RequestStarted. `outcome` dead: the group ended; stop includes stop strings."""
 
     request: int
     outcome: Outcome

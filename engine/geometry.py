@@ -104,12 +104,11 @@ class Geometry:
 
     @property
     def residual_is_read(self) -> bool:
-        """By routers or per-layer embeddings, not only by fused norms."""
+        """Whether routers or per-layer embeddings read the residual, not only fused norms."""
         return self.moe is not None or self.ple > 0
 
     @property
     def summed_width(self) -> int:
-        """Elements of a row in one sum."""
         return self.hidden * (2 if self.moe else 1)
 
     @property
@@ -144,7 +143,7 @@ class KVGroup:
         return range(0 if self.window is None else max(0, start - self.window + 1) // self.page, -(-end // self.page))
 
     def worst_pages(self, tokens: int) -> int:
-        """Of a sequence that runs a token at a time."""
+        """Most pages of a sequence that runs a token at a time."""
         whole = -(-tokens // self.page)
         return whole if self.window is None else min(whole, (self.window - 2) // self.page + 2)
 

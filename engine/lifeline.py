@@ -95,7 +95,7 @@ class StepTimes(FrozenStruct):
 
 
 def slowest(measured: Sequence[StepTimes]) -> StepTimes:
-    """By point, since a step ends with its last rank."""
+    """The slowest rank's times at each point, since a step ends with its last rank."""
     return StepTimes(*_greatest(list(map(msgspec.structs.astuple, measured))))
 
 

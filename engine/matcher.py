@@ -64,8 +64,8 @@ def compile_stack(size: int = COMPILE_STACK_BYTES) -> Iterator[None]:
 
 
 class Vocabulary:
-    """For llguidance, of a model of `size` ids, `ends` among them. CheckpointError: no end id. Takes a second or two at 262 144
-    pieces.
+    """A tokenizer's pieces for llguidance, for a model of `size` ids, `ends` among them. CheckpointError: no end id. Takes a
+    second or two at 262 144 pieces.
     """
 
     def __init__(self, pieces: Pieces, ends: Sequence[int], size: int) -> None:
@@ -216,7 +216,7 @@ def _random_token(mask: np.ndarray, rng: random.Random) -> int:
 
 
 def _sentence(error: str) -> str:
-    """Without the grammar's text and the parser's state."""
+    """llguidance's error without the grammar's text and the parser's state."""
     plain = " ".join(_DUMP.split(_POSITION.sub("", error, count=1), 1)[0].split())[:_LONGEST]
     return "no text matches it" if plain == "NoExtensionBias" else plain
 

@@ -101,7 +101,7 @@ def adjustment_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
 
 
 def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
-    """As configured, else what fits `kv_bytes`, the least of any rank. ConfigError: too little."""
+    """Pages as configured, else what fits `kv_bytes`, the least of any rank. ConfigError: too little."""
     if kv_bytes < 0:
         raise ConfigError(
             f"weights do not fit: they, and what is reserved for sampling and encoders, take {-kv_bytes / 2**30:.2f} GiB more of a "
@@ -116,7 +116,7 @@ def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
 
 
 def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int]) -> int:
-    """That the pools hold alone: full attention decides; the last token needs no page."""
+    """Tokens of the longest sequence that the pools hold alone: full attention decides; the last token needs no page."""
     return (pages[-1] - 1) * groups[-1].page + 1
 
 
@@ -146,8 +146,8 @@ def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available:
 
 
 def _sliding_pages(group: KVGroup, config: EngineConfig) -> int:
-    """For the windows of all slots, prompts of plans in flight (held until their results are in), and the null page; never fewer
-    than the largest picture takes."""
+    """Pages for the windows of all slots, prompts of plans in flight (held until their results are in), and the null page; never
+    fewer than the largest picture takes."""
     assert group.window is not None
     window = -(-(group.window + 1) // group.page) + 1
     limit = config.max_seqs * -(-config.max_len // group.page) + 1

@@ -55,7 +55,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def control_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """By name: added special tokens, and those of their form (<|x>, <x|>, <|x|>)."""
+    """Control tokens by name: added special tokens, and those of their form (<|x>, <x|>, <|x|>)."""
     added = tokenizer.get_added_tokens_decoder().items()
     control = {t.content: number for number, t in added if t.special or _CONTROL_SHAPE.fullmatch(t.content)}
     if not control or min(map(len, control)) == 1:

@@ -161,7 +161,6 @@ _decode_reports = msgspec.msgpack.Decoder(tuple[dict[int, list[Logprobs]], list[
 
 
 def has_numbers(logprobs: PromptLogprobs) -> bool:
-    """Whether no logprob is NaN."""
     words = np.frombuffer(logprobs.words, "<f4").reshape(logprobs.count, -1)
     return not np.isnan(words[:, 0]).any()
 
@@ -212,7 +211,7 @@ def largest_plan(seqs: int, max_len: int, budget: int, page: int, groups: int, *
 
 
 def most_appends(seqs: int, budget: int, page: int, groups: int, width: int) -> int:
-    """For rows and chunks; an admission's are counted with it."""
+    """Upper bound for rows and chunks; an admission's are counted with it."""
     return groups * (budget // page + seqs * -(-width // page))
 
 

@@ -24,7 +24,7 @@ Spans = tuple[tuple[int, int], ...]  # [begin, end) of each
 
 @dataclass_transform(frozen_default=True)
 class FrozenStruct(msgspec.Struct, frozen=True):
-    pass
+    """Immutable, like all derived classes."""
 
 
 # Why a request ended. `stop` and `length` are successes; the others are counted apart, never hidden.
@@ -77,7 +77,7 @@ class SamplingParams(FrozenStruct, kw_only=True, omit_defaults=True):
 
 
 class MediaItem(FrozenStruct):
-    """At tokens [first, first + length) of a prompt."""
+    """A medium in a prompt, at tokens [first, first + length)."""
 
     first: int
     length: int
@@ -248,7 +248,7 @@ class DraftSwitches(FrozenStruct):
 
 
 class Counters(msgspec.Struct):
-    """Since boot."""
+    """The core's counts since boot."""
 
     received: int = 0
     finished: int = 0
@@ -291,7 +291,7 @@ class Load(Counters, kw_only=True):
 
     @property
     def kv_usage(self) -> float:
-        """Of the fuller pool."""
+        """The fuller pool's share in use."""
         return max((pool.usage for pool in self.pools), default=0.0)
 
 

@@ -34,12 +34,11 @@ class Quantisation:
 
     @property
     def name(self) -> str:
-        """Of FORMATS, or `plain`."""
         held = {weights.weight for _, weights in self.groups}
         return ", ".join(name for name, formats in FORMATS.items() if formats[0].weight in held) or "plain"
 
     def format_of(self, matrix: str) -> WeightFormat:
-        """By a matrix's published name, without `.weight`."""
+        """The format of a matrix by its published name, without `.weight`."""
         if _names(self.ignored, matrix):
             return PLAIN
         return next((weights for targets, weights in self.groups if _ALL in targets or _names(targets, matrix)), PLAIN)
@@ -138,7 +137,7 @@ def _schemes(settings: JsonObject) -> Iterable[tuple[tuple[str, ...], str]]:
 
 
 def _scheme(numbers: JsonObject) -> str:
-    """In words: `8-bit float channel`, `4-bit int group of 32 asymmetric`."""
+    """A scheme in words: `8-bit float channel`, `4-bit int group of 32 asymmetric`."""
     strategy = numbers.get("strategy") or ("group" if numbers.get("group_size") else "tensor")  # the defaults of compressed-tensors
     words = [f"{numbers.get('num_bits')}-bit", str(numbers.get("type")), strategy]
     if numbers.get("group_size") and strategy in ("group", "tensor_group"):

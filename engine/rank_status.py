@@ -10,7 +10,7 @@ _LOW = 0xFFFFFFFF
 
 
 class EncoderFigures(NamedTuple):
-    """Of a rank since boot."""
+    """Figures of a rank since boot."""
 
     us: int = 0  # microseconds in them
     images: int = 0  # encoded by the group, as are `frames` and `clips`
@@ -78,7 +78,7 @@ class StatusBlock:
             record[at] = value
 
     def heartbeat(self, index: int, now_ns: int) -> None:
-        """From the lifeline thread."""
+        """Called by the lifeline thread."""
         self._record(index)[3] = now_ns
 
     def _record(self, index: int) -> memoryview:

@@ -118,7 +118,6 @@ def buckets(max_seqs: int) -> tuple[int, ...]:
 
 
 def mixed_widths(widths: Sequence[int]) -> tuple[int, ...]:
-    """Widths in steps with chunks: every second one has graphs."""
     return tuple(sorted({1, *widths[::-2]}))
 
 

@@ -43,7 +43,6 @@ class VisionGeometry(Geometry):
 
     @property
     def longest(self) -> int:
-        """Most cells of a picture's side."""
         return self.positions // (1 if self.unified else CELL)
 
     def check(self, item: MediaItem) -> None:

@@ -25,7 +25,7 @@ def shared_bytes(ranks: int) -> int:
 
 
 class MappedCollectives:
-    """For fp32 and bf16. All ranks make the same calls with equal shapes and dtypes. TimeoutError names a rank missing for
+    """Takes fp32 and bf16. All ranks make the same calls with equal shapes and dtypes. TimeoutError names a rank missing for
     `timeout_s`.
     """
 

@@ -59,7 +59,7 @@ class Inbox:
 
 
 class AllReduceInbox(Inbox):
-    """For rows of at most `width` elements."""
+    """Takes rows of at most `width` elements."""
 
     sharded_rows = 65  # from which on fused norms are sharded
     sent_rows = 64  # up to which products write their parts themselves (`kernels.linear.linear_send`): none of them is sharded

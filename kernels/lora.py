@@ -35,8 +35,9 @@ _LAST = constexpr(0x7FFFFFFF)  # no adapter has this index
 
 
 class LowRank(NamedTuple):
-    """x [T, n], plain; of_row int32 [T], each row's adapter; a [adapters, parts * r, n].
-
+    """x       [T, n], plain
+    of_row  int32 [T], each row's adapter
+    a       [adapters, parts * r, n]
     b       [adapters, m, r]; in memory [m, adapters, r], or contiguous for experts
     ends    of the parts' outputs, one to three
     begun   int32 [1], 0: a word of this product alone

@@ -49,7 +49,7 @@ class PackedMatrix(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """That x must have; None: any."""
+        """The dtype that x must have, or None."""
         kept = {"plain": self.values, "int4": self.scale}.get(self.load)
         return kept.dtype if kept is not None else None
 

@@ -23,7 +23,9 @@ _TILES = ((32, 64, 128, 4, 3), (64, 64, 64, 4, 3))  # to 4096 rows, above: rows,
 
 
 def router_parts(proj: Tensor, scale: Tensor) -> Tensor:
-    """proj fp32 [experts, n], scale fp32 [n] -> bf16 [3, experts, n]: an exact sum, since bf16 x bf16 is exact in fp32."""
+    """proj fp32 [experts, n], scale fp32 [n] -> bf16 [3, experts, n]: parts that sum to every bit of fp32; bf16 x bf16 is exact
+    in fp32.
+    """
     left, parts = proj * scale * proj.shape[1] ** -0.5, []
     for _ in range(3):
         parts.append(left.bfloat16())
@@ -91,7 +93,6 @@ def _logits(
     h, parts, norm, logits, x, T, eps,
     N: constexpr, EXPERTS: constexpr, SHARES: constexpr, ROWS: constexpr, WIDTH: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """The first SHARES CTAs of ROWS rows compute WIDTH experts each, the other ROWS a row's x."""
     trigger(PDL)
     share, first = tl.program_id(0), tl.program_id(1) * ROWS
     lane = tl.arange(0, BLOCK)

@@ -17,7 +17,7 @@ class SlotParameters(NamedTuple):
 
 
 class SlotAdjustments(NamedTuple):
-    """Of each slot, on a rank with n ids from `first` on."""
+    """Adjustments of each slot, on a rank with n ids from `first` on."""
 
     flags: Tensor  # int32 [slots]: BIASED | PENALIZED | LIMITED | BAD_WORDS
     bias_ids: Tensor  # int32 [slots, m], -1: none

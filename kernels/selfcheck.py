@@ -107,7 +107,7 @@ def failure(check: Check, device: torch.device, dtype: torch.dtype) -> str | Non
 
 
 def row_error(actual: Tensor, expected: Tensor) -> float:
-    """Relative to the row's norm; of integers how many differ. An expected NaN is right."""
+    """Largest error relative to a row's norm; of integers how many differ. An expected NaN is right."""
     if not expected.is_floating_point():
         return float((actual != expected).sum())
     actual, expected = (x.double().reshape(-1, x.shape[-1]) for x in (actual, expected))

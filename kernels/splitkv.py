@@ -169,7 +169,7 @@ def decode_kernel(
 
 @triton.jit
 def page_of(ids, key, width, KEYS: constexpr, PAGE: constexpr):
-    """Of KEYS keys from `key` on, or of each if they span several; 0 after the table's end."""
+    """The page of KEYS keys from `key` on, or of each if they span several; 0 after the table's end."""
     entry = key // PAGE
     if KEYS > PAGE:
         entry += tl.arange(0, KEYS) // PAGE
@@ -184,7 +184,7 @@ def _seen(run, first, oldest, end, KEYS: constexpr):
 
 @triton.jit
 def load_run(side, page, run, first, oldest, end, columns, D: constexpr, STRIDE: constexpr, KEYS: constexpr, PAGE: constexpr):
-    """[KEYS, columns]; unseen keys are not read, and zero."""
+    """[KEYS, columns]; unseen keys are zeros, and not read."""
     at = addresses(side, page, run, columns, D, STRIDE, KEYS, PAGE)
     return tl.load(at, _seen(run, first, oldest, end, KEYS)[:, None], other=0.0)
 

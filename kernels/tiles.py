@@ -59,7 +59,8 @@ class GemmShape(NamedTuple):
 
 
 def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] = (1024, 128)) -> dict[int, Tile]:
-    """By most rows: (outputs, early tiles) of the gemv, (outputs, stages) of gemms of 16, 32 and 64 rows. bk: of gemv and gemms."""
+    """Tiles by most rows: (outputs, early tiles) of the gemv, (outputs, stages) of gemms of 16, 32 and 64 rows. bk: of gemv and
+    gemms."""
     by_rows = zip((16, 32, 64), gemms, strict=True)
     return {1: Tile("gemv", 1, gemv[0], bk[0], gemv[1])} | {
         rows: Tile("gemm", rows, bn, bk[1], stages=stages, swap=bn <= 64 and rows < 64) for rows, (bn, stages) in by_rows

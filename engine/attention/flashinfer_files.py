@@ -45,7 +45,7 @@ def _cubin_folder(version: str) -> Path:
 
 
 def _kernel_path(package: Path) -> str | None:
-    """From FlashInfer's artifacts.py: the folder of attention kernels is named by their build."""
+    """Reads FlashInfer's artifacts.py: the folder of attention kernels is named by their build."""
     artifacts = package / "artifacts.py"
     source = artifacts.read_text(encoding="utf-8") if artifacts.exists() else ""
     named = re.search(r'class ArtifactPath\b.*?\bTRTLLM_GEN_FMHA\b[^"]*"([^"]+)"', source, re.DOTALL)

@@ -73,7 +73,6 @@ class AdapterStore:
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
-        """A stream of its own on a GPU; copies are done at the end."""
         if self._staging is None:
             yield
             return
@@ -165,7 +164,6 @@ def _tensor(file: Any, name: str, adapter: str) -> Tensor:
 
 
 def _acts(a: Tensor, b: Tensor, matrix: AdapterMatrix) -> bool:
-    """Whether B A is not zero, by its product with an asymmetric row."""
     experts = max(1, matrix.experts)
     inner = a.view(experts, matrix.rank, -1) @ torch.linspace(0.5, 1.5, a.shape[1])
     return bool((b.view(len(b), matrix.rank, experts) * inner.t()).any())

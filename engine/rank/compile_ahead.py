@@ -50,7 +50,6 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def launches(args: CompileArgs) -> list[ListedLaunch]:
-    """Of rank 0, the first of each variant."""
     with listed(args.target, args.processors) as all_launches, torch.inference_mode():
         rank = load_rank(args.config, FirstOfGroup(args.config.tp), torch.device("meta"), checked=False)
         build(rank, [2 for _ in args.config.kv_groups]).list_launches(args.share, args.shares)

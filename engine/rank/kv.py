@@ -57,7 +57,7 @@ class KVCache:
         return tuple(cache.table.new_zeros(sequences, cache.read_width, dtype=torch.int32) for cache in self)
 
     def gather(self, slots: Tensor, positions: Tensor, pages: PageIds) -> PageIds:
-        """Page ids that rows (slot, position), int32 each, read, into `pages`."""
+        """Gathers the page ids that rows (slot, position), int32 each, read."""
         for cache, page_ids in zip(self, pages, strict=True):
             gather_pages(cache.table, slots, positions, cache.group.page, cache.group.window, page_ids)
         return pages

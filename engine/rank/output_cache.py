@@ -54,7 +54,6 @@ class OutputCache:
         return output
 
     def put(self, key: Key, output: EncodedRows) -> None:
-        """The device's evictions go to the host."""
         for old, left in self.on_device.put(key, output):
             left.rows = downloaded(left.rows)
             self.evictions += len(self.on_host.put(old, left))

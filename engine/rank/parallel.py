@@ -113,7 +113,9 @@ class FirstOfGroup(Single):
 
 
 class CudaGroup:
-    """NCCL, and torch's symmetric memory for small sums. NCCL's sums are equal on all ranks, but not in rank order."""
+    """NCCL, and torch's symmetric memory for small sums, in rank order for 2, 4 and 8 ranks. NCCL's sums are equal on all ranks,
+    but not in rank order.
+    """
 
     def __init__(self, rank: int, size: int, store: str, timeout_s: float) -> None:
         self.rank, self.size, self._device = rank, size, torch.device("cuda", rank)

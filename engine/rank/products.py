@@ -37,7 +37,6 @@ class Exchange:
         self._eps = eps
 
     def product(self, weight: Weight, x: Activations, epilogue: Epilogue = NONE) -> Tensor:
-        """Not summed over ranks."""
         return weight.product(x, epilogue)
 
     def column_parallel(self, weight: Weight, x: Rows) -> Tensor:

@@ -79,7 +79,6 @@ class StepBuffers:
         return replace(batch, soft=soft, last_seen=self._last_seen[:count])
 
     def with_adapters(self, batch: ForwardBatch) -> ForwardBatch:
-        """Capturable."""
         return replace(batch, adapters=self._slots.adapters.index_select(0, batch.slots))
 
     def batch(self, sizes: StepSizes) -> tuple[ForwardBatch, ForwardBatch]:

@@ -23,7 +23,7 @@ class Stopwatch:
 
     @property
     def us(self) -> int:
-        """Of the pieces that the device has ended."""
+        """Microseconds of the pieces that the device has ended."""
         while self._running and self._running[0][1].query():
             self._us += elapsed_us(*self._running.popleft())
         return self._us
@@ -54,5 +54,5 @@ def record_event(device: torch.device) -> DeviceEvent:
 
 
 def elapsed_us(first: DeviceEvent, last: DeviceEvent) -> int:
-    """Between two recorded events that the device has reached."""
+    """The device must have reached both events."""
     return max(0, round(1e3 * first.elapsed_time(last)))

@@ -107,7 +107,7 @@ class _Probe:
         return self._timed(*self._chunked(0, rows, context))
 
     def mixed_ms(self, sequences: int, context: int, prefills: Measured, width: int = 1, drafts: int = 0) -> float:
-        """Over `prefills` of equally many prompt tokens."""
+        """Extra ms over `prefills` of equally many prompt tokens."""
         rows = sequences * width
         whole, alone = next((point for point in prefills if point[0] >= 2 * rows), prefills[-1])
         decoding, (newcomer, chunk) = self._decoding(sequences, context, width), self._chunked(sequences, max(1, whole - rows), 0)

@@ -21,7 +21,7 @@ ExtendPlan = tuple[Tensor, Tensor | None]
 
 
 class PagedDecode:
-    """Decode rows. Sequences are padded to the next bucket's launch."""
+    """Decode rows are launched as those of the next bucket."""
 
     def __init__(self, cache: GroupCache, settings: PartSettings) -> None:
         group, buckets = cache.group, settings.buckets

@@ -63,7 +63,7 @@ class _Tensors(NamedTuple):
 
 
 def adapter_pieces(tensors: TensorTable, geometry: Geometry, rank: int = 0, size: int = 1) -> dict[str, Piece]:
-    """By the names that adapters use, as `rank` of `size` cuts them."""
+    """The model's matrices by the names that adapters use, as `rank` of `size` cuts them."""
     every = pieces(tensors, geometry, rank, size, _ONE_EACH)
     return {name: piece for name, piece in every.items() if piece.kind in ("matrix", "unpacked")}
 

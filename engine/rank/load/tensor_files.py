@@ -64,7 +64,7 @@ def _is_shape(shape: tuple[int, ...], piece: Piece) -> bool:
 
 
 def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Headers, list[str]]:
-    """By published name, and complaints where index and shards disagree."""
+    """Headers by published name, and complaints where index and shards disagree."""
     index = read_index(folder)
     by_name: Headers = {}
     complaints, names = [], set()

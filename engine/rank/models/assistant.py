@@ -54,7 +54,7 @@ class OrderedHead(nn.Module):
         self.order = torch.arange(geometry.vocab, device=shard.device)
 
     def sort(self, order: Tensor) -> None:
-        """From id order. CheckpointError if it is no permutation."""
+        """Reorders rows from id order. CheckpointError if it is no permutation."""
         order = order.long()
         if not torch.equal(order.sort().values, torch.arange(len(self.weight))):
             raise CheckpointError(f"{ORDER} is no permutation of the vocabulary")

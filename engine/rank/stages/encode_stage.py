@@ -74,7 +74,7 @@ class EncodeStage:
 
     @property
     def figures(self) -> EncoderFigures:
-        """Since boot; the time is of ended work."""
+        """Figures since boot; the time is of ended work."""
         cache = self._cache
         return EncoderFigures(
             self._stopwatch.us,

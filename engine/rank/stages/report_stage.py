@@ -47,7 +47,7 @@ class Launched:
 
     @property
     def idle_us(self) -> int:
-        """Before the step; 0 if unknown."""
+        """Device idle time before the step; 0 if unknown."""
         return 0 if self.before is None else elapsed_us(self.before, self.start)
 
     def outputs(self) -> dict[str, np.ndarray]:

@@ -52,7 +52,7 @@ class SampleStage:
         return StepTokens(*self.sampler.sample(self.model.head.logits(hidden), rows, inbox, asked))
 
     def prompt_logprobs(self, scored: Sequence[ScoredRows], batch: ForwardBatch, hidden: Tensor) -> Tensor:
-        """As `Sampler.token_logprobs`. hidden: final rows of the whole batch."""
+        """`Sampler.token_logprobs` of prompt tokens. hidden: final rows of the whole batch."""
         tokens = self.slots.tokens
         rows = np.concatenate([part.chunk.offset + np.arange(part.count) for part in scored])
         index = uploaded(torch.from_numpy(rows), tokens.device)
