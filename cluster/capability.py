@@ -39,7 +39,6 @@ class Capability:
 
 
 def probe(visible: str | None = None) -> Capability:
-    """`visible` replaces CUDA_VISIBLE_DEVICES."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
     return Capability(visible_gpus(node_gpus(), named), flashinfer_files())
 

@@ -99,6 +99,7 @@ class Child:
         return True
 
     def close(self) -> None:
+        """Call it once, after the child's end."""
         self.lifeline.sock.close()
         os.close(self.pidfd)
 

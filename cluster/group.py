@@ -174,7 +174,6 @@ class Group:
 
 
 def spin_polls(tp: int, cores: int) -> int:
-    """0 if processes outnumber cores."""
     return 0 if tp + 2 > cores else SPIN_POLLS
 
 

@@ -49,7 +49,6 @@ class AudioGeometry(Geometry):
 
 
 def tower_tokens(frames: int) -> int:
-    """The convolutions halve log-mel frames twice."""
     return -(-frames // 4)
 
 

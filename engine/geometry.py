@@ -139,7 +139,7 @@ class KVGroup:
         return len(self.layers) * 2 * self.kv_heads * self.page * self.head_dim * ITEMSIZE[self.dtype]
 
     def pages_for(self, start: int, end: int) -> range:
-        """Table indices of pages held while positions [start, end) run."""
+        """Table indices of pages held while positions [start, end) run, window included."""
         return range(0 if self.window is None else max(0, start - self.window + 1) // self.page, -(-end // self.page))
 
     def worst_pages(self, tokens: int) -> int:

@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class BootArgs(FrozenStruct, kw_only=True):
-    """argv[1] of a child, as JSON: descriptors by purpose; -1: it lacks this one.
+    """argv[1] of a child, as JSON: descriptors by purpose; -1: absent.
 
     `result`: ring rank 0 -> core; `reduce`: memory of the CPU's collectives; `front`: the core's message socket; `adapters`: a
     rank's socket for `engine.adapter_commands`; `store`: torch.distributed's rendezvous. `spin`: polls of a ring before a sleep.

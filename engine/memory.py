@@ -70,6 +70,7 @@ def _inbox_row_bytes(config: EngineConfig, geometry: Geometry) -> int:
 
 
 def exchange_bytes(config: EngineConfig, geometry: Geometry) -> int:
+    """As `AllReduceInbox.bytes` and `SequenceParallel.bytes`."""
     if config.tp == 1:
         return 0
     rows = sequence_rows(config, geometry)

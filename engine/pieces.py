@@ -36,6 +36,7 @@ class Pieces:
         return cls(tuple(table), frozenset(control_ids(tokenizer).values()))
 
     def bytes_of(self, token_id: int) -> bytes:
+        """A byte piece need not be valid UTF-8."""
         piece = self[token_id]
         return piece if isinstance(piece, bytes) else piece.encode()
 

@@ -161,6 +161,7 @@ _decode_reports = msgspec.msgpack.Decoder(tuple[dict[int, list[Logprobs]], list[
 
 
 def has_numbers(logprobs: PromptLogprobs) -> bool:
+    """Whether no logprob is NaN; -inf is a number."""
     words = np.frombuffer(logprobs.words, "<f4").reshape(logprobs.count, -1)
     return not np.isnan(words[:, 0]).any()
 

@@ -106,7 +106,6 @@ INT8 = WeightFormat(
 
 
 def int4(group: int, *, symmetric: bool) -> WeightFormat:
-    """Column groups share a scale and, unless symmetric, a zero point."""
     tensors: tuple[StoredTensor, ...] = (
         StoredTensor("values", "_packed", (1, 8), "int32", ("I32",), draw=_random_words),
         StoredTensor("scale", "_scale", (1, group), draw=lambda normal, n: 0 * normal + 1 / (4.6 * n**0.5)),

@@ -258,6 +258,7 @@ def _missing(parts, COUNT: constexpr, EMPTY: constexpr):
 
 @triton.jit
 def _receive(inbox, offset, lane, live, errors, STRIDE: constexpr, COUNT: constexpr, EMPTY: constexpr):
+    """Waits for COUNT parts of a row, and empties the inbox."""
     parts = _parts(inbox, offset, lane, live, STRIDE, COUNT)
     missing, polls, deadline = _missing(parts, COUNT, EMPTY), 0, tl.full((), 0, tl.int64)
     while (missing > 0) & (deadline >= 0):

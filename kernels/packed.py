@@ -55,7 +55,6 @@ class PackedMatrix(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Columns that share a scale; 0 without groups."""
         if self.load != "int4":
             return 0
         assert self.scale is not None

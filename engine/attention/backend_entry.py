@@ -23,7 +23,6 @@ class Platform(NamedTuple):
 
     @property
     def gpu(self) -> str:
-        """SM90, for instance."""
         return "no GPU" if self.architecture is None else f"SM{self.architecture[0]}{self.architecture[1]}"
 
 

@@ -36,6 +36,7 @@ class Chunk:
 
 
 def chunk_rows(chunks: Sequence[Chunk]) -> int:
+    """`chunks` are in row order."""
     return chunks[-1].offset + chunks[-1].size if chunks else 0
 
 
