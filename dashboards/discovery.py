@@ -53,7 +53,7 @@ class _Member:
     target: ScrapeTarget
     counts: Counts
     seen: float
-    retired: Counts  # what is among the retired counts already: it vanished, and came back
+    retired: Counts  # counts that are already among the retired ones: it vanished, and came back
     silent: bool = False
 
     def added(self) -> Counts:

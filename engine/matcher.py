@@ -24,13 +24,13 @@ from engine.errors import CheckpointError, GenerationFailed
 from engine.pieces import Pieces, read_eos, read_tokenizer
 from engine.step_masks import allows, mask_words
 
-_POSITION = re.compile(r"(?:at )?\d+\(\d+\): ")  # in the whole grammar, of which a client wrote a part at most
+_POSITION = re.compile(r"(?:at )?\d+\(\d+\): ")  # a place in the whole grammar, of which a client wrote a part at most
 _DUMP = re.compile(r"\n\s*\d+ \| |\n?<state>")  # how the grammar's text, or the parser's state, begins where llguidance shows it
-_LONGEST = 300  # characters of what is wrong
+_LONGEST = 300  # characters of a complaint
 MAX_GRAMMAR_BYTES = 512 << 10
 _AHEAD_S = 0.002  # CPU time of a thread for masks after drafts: half a forward of 31B on four H200
 _MASKS_A_THREAD = 8  # at least: waking one takes as long as making some
-_LIMITS = LLParserLimits(  # what is made of a grammar while replies go on is kept: 50 MB of 50 000 states
+_LIMITS = LLParserLimits(  # lexer states made during replies are kept: 50 000 take 50 MB
     max_items_in_row=2000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000, max_lexer_states=50_000
 )
 # llguidance compiles by recursion, and an overflow of the stack ends the process. The check of a grammar has less of everything
@@ -40,7 +40,7 @@ CHECK_STACK_BYTES = 8 << 20
 _CHECK_LIMITS = LLParserLimits(
     max_items_in_row=1500, initial_lexer_fuel=750_000, step_lexer_fuel=100_000, step_max_items=25_000, max_lexer_states=25_000
 )
-_WALKS = 20  # of a check, through a grammar: at most so many, of so many tokens each, and together
+_WALKS = 20  # of a check: most walks through a grammar, then most tokens of each, and of all
 _WALK_TOKENS = 100
 _ALL_WALKS_TOKENS = 250
 _CHECK_S = 1.0  # of CPU, after which a check walks no further: one whose masks are slow is no error
@@ -72,7 +72,7 @@ class Vocabulary:
         if not ends:
             raise CheckpointError("no file names the ids that end a reply")
         self.size = size
-        self._threads = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="masks")  # llguidance leaves the interpreter to others
+        self._threads = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="masks")  # llguidance releases the GIL
         table = [pieces.bytes_of(token) if token < len(pieces.table) else b"" for token in range(size)]
         special = sorted(token for token in pieces.special if token < size)
         closers = [token for token, piece in enumerate(table) if piece[:1] and piece[0] in _CLOSERS]

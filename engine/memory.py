@@ -14,8 +14,8 @@ from engine.quantisation import read_quantisation
 from engine.step_shapes import buckets, sequence_rows
 from engine.vision_geometry import CELL, LARGEST_PICTURE, SIDE
 
-PIECE_LOGITS = 1 << 24  # of a rank's share, fp32: so many are worked on at once where rows are filtered, or report logprobs
-PIECES = 5  # tensors of so many logits that are alive there at once: the rows', sent ones, received ones, scaled ones, padding
+PIECE_LOGITS = 1 << 24  # logits of a rank's share, fp32, that filters and logprobs process at once
+PIECES = 5  # tensors of PIECE_LOGITS logits alive at once: the rows', sent, received, scaled, padding
 CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
 INBOX_BUFFERS = 5  # parts that may wait to be read: `kernels.fused_allreduce_norm.BUFFERS`
 INBOX_BYTES = 512 << 20  # that a rank's inboxes for all-reduces may take; sums of more rows are collectives

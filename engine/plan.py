@@ -41,12 +41,12 @@ from engine.protocol import (
 )
 
 T = TypeVar("T")
-Section = list[tuple[int, ...]]  # of a plan: rows of as many numbers as SECTIONS says
+Section = list[tuple[int, ...]]  # of a plan: rows of SECTIONS[name] numbers
 
 # Kernels get those of these numbers that they need as constexprs.
 HEADER = 16  # int32 of a plan's header
 STEP = 2  # index in the header of the step's low word
-COUNTS = 4  # index in the header of the number of rows of the first section; then come the others', and the bytes of admissions
+COUNTS = 4  # index in the header of the first section's row count; the other sections' and the bytes of admissions follow
 SECTIONS = {"rows": 3, "chunks": 6, "appends": 4, "releases": 4, "zeros": 2, "spans": 2, "encodes": 4}  # in order: int32 of a row
 RESULT_HEAD = 4  # int32 of a result's row in front of its tokens
 DEPTH = 2  # plans out at a time: one running, one queued

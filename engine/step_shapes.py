@@ -69,7 +69,7 @@ class StepShapes:
             return cls(tuple(StepSizes.decoding(*each) for each in every), prefill, longest, images)
         sequences = buckets(config.max_seqs)
         sizes = [StepSizes.decoding(*each) for each in product(sequences, config.widths)]
-        if config.attention_of("extend") in (None, TRITON.name):  # others' kernels of chunks ask the host
+        if config.attention_of("extend") in (None, TRITON.name):  # other backends' chunk kernels read host values
             sizes += mixed_sizes(prompt_rows(config), sequences[-1], config.widths)
         return cls(tuple(sizes), prefill, longest, images)
 

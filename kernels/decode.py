@@ -32,7 +32,7 @@ class DecodeTile:
 
 
 class DecodeScratch:
-    """Zeroed once and left zeroed; consecutive launches share it."""
+    """Tickets are zeroed once and left zero; consecutive launches share it."""
 
     def __init__(self, max_rows: int, heads: int, kv_heads: int, head_dim: int, max_parts: int, device: torch.device) -> None:
         self.max_rows, self.max_parts = max_rows, max_parts

@@ -20,7 +20,7 @@ from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_o
 from kernels.sample import GREEDY, gumbel_noise, noise_key
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
-_TILE = constexpr(128)  # blocks read at once; at least so many are listed
+_TILE = constexpr(128)  # blocks read at once; at least _TILE are listed, fewer for min_p alone
 
 
 class ScaledRows(NamedTuple):
@@ -192,7 +192,7 @@ def _filter(
             peak = tl.max(highest, 0)
             total = tl.sum(tl.load(masses + own * NB + block, block < NB, 0.0) * tl.exp(highest - peak), 0)
             floor = tl.where(min_p > 0.0, peak + tl.log(tl.maximum(min_p, 1e-38)), float("-inf"))
-            # the blocks that can hold what is kept
+            # the blocks that can hold kept ids
             needed = tl.minimum(tl.where(top_k > 0, top_k, _TILE), NB)
             orders = tl.where(block < NB, float_order(highest), -2147483648)
             key = kth_order(orders, needed)

@@ -64,7 +64,7 @@ def extend_attention(
     tokens = max(1, tile_rows // group)
     parts = d // values * cdiv(tile_tokens(heads, kv_heads), tokens)
     launch(
-        _extend, (parts, len(tiles), kv_heads),  # those that read the same keys one after the other
+        _extend, (parts, len(tiles), kv_heads),  # CTAs that read the same keys follow one another
         q, pool, table, tiles, out, table.shape[1], last_seen, scales,
         HEADS=heads, KV_HEADS=kv_heads, D=d, VALUES=values, WINDOW=window or 0, PAGE=page, TOKENS=tokens,
         ROWS=max(tile_rows, next_power_of_2(group)), KEYS=tile_keys, warps=8 if tile_rows >= 64 else 4, stages=2,
@@ -93,7 +93,7 @@ def paged_prefill(
 def _tile_sizes(d: int, values: int, itemsize: int, stored: int, shared: int) -> tuple[int, int]:
     """Rows of a CTA and keys of a turn that fit shared memory. stored: bytes of a number in pages."""
     rows, keys = (16, 16) if itemsize == 4 else (_TILE_ROWS, 64 if d <= 256 else 16 * stored)
-    turn = 4 * (d + values)  # bytes of a key and its value, of which the next turn's are on their way
+    turn = 4 * (d + values)  # bytes of a key and its value: this turn's and the next turn's, in flight
     while keys > 16 and keys * turn > shared * 3 // 4:
         keys //= 2
     while rows > 16 and 2 * d * rows + keys * turn > shared:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 BIASED, PENALIZED, LIMITED, BAD_WORDS = 1, 2, 4, 8  # flags of a slot
 GREEDY_BELOW = 1e-5  # temperatures under it are greedy: logits divided by less would overflow into ties
-SMALL_TOP_K = 128  # filters after a top_k up to it are decided by so many best ids of each rank (`kernels.candidates`)
+SMALL_TOP_K = 128  # for a top_k up to this, each rank's best SMALL_TOP_K ids decide the filters (`kernels.candidates`)
 
 
 class SlotParameters(NamedTuple):

@@ -126,7 +126,7 @@ class SequenceParallel:
         return self._parts[owner][first : first + others * count].view(others, count, self.width)
 
     def _copy(self, index: int, rows: slice, own: slice, first: int, peer: int) -> _Copy:
-        slot = self.rank - (self.rank > peer)  # of this rank, among the others of `peer`
+        slot = self.rank - (self.rank > peer)  # this rank's index among the other ranks of `peer`
         flags = self._flags[peer][:, index, slot : slot + 1].unbind()
         return _Copy(self._own(rows, peer), self._parts_of(peer, rows, first)[slot], self._x[peer][own], *flags)
 
@@ -144,7 +144,7 @@ class SequenceParallel:
         """Copies (to, from, flag), after all work queued on the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # of none: where it is
+        with torch.cuda.stream(self._stream):  # stream None: the current stream
             for to, rows, flag in copies:
                 to.copy_(rows, non_blocking=True)
                 flag.copy_(self._numbers[number], non_blocking=True)

@@ -82,7 +82,7 @@ def decode_kernel(
     if WINDOW > 0:
         oldest = tl.maximum(position - WINDOW + 1, 0)
         first = oldest // PAGE * PAGE
-    end = position + (KV_PROJECTIONS == 0 or V_AS_K)  # the row's own key is read from the pool where it is put there before
+    end = position + (KV_PROJECTIONS == 0 or V_AS_K)  # the row's own key is read from the pool if it was written there earlier
     runs = (position - first) // KEYS + 1
     out_at = out + row * HEADS * D + head * GROUP * D
     if position < 0:

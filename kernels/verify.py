@@ -168,7 +168,7 @@ def verify_kernel(
         return
     line = row * LINES + query * HEADS + head * GROUP + lane % GROUP
     q_at, read = q + line[:, None] * D, tl.arange(0, 2 * PAIRS if PAIRS > 0 else D)
-    if PAIRS > 0:  # the dims that rope turns; K's others are V's
+    if PAIRS > 0:  # the rotated dims; K's other dims are V's
         read += tl.where(read < PAIRS, 0, D // 2 - PAIRS)
         dims = tl.arange(0, D)
         of_values = tl.load(q_at + dims[None, :], live[:, None] & (dims % (D // 2) >= PAIRS)[None, :], 0.0)

@@ -49,5 +49,5 @@ class BackendEntry(NamedTuple):
     parts: str  # the module in `engine/rank/attention/` whose `parts` makes them (`base.AttentionParts`)
     # what stands between rows of a kind and this backend on a GPU, the most lasting first
     obstacles: Callable[[RowKind, Platform], Iterable[Obstacle]] = lambda *_: ()
-    reason: Callable[[Platform], str] = lambda platform: platform.gpu  # what it runs on, where it is the default
+    reason: Callable[[Platform], str] = lambda platform: platform.gpu  # why it is the default
     package: Callable[[Platform], PackageState | None] = lambda _: None  # the package that it needs, where that is installed

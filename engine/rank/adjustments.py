@@ -94,7 +94,7 @@ class Adjustments:
         copies = None
         if after is not None and (copies := self._copies) is not None:
             copies.wait_event(after)
-        with torch.cuda.stream(copies):  # of none: where it is
+        with torch.cuda.stream(copies):  # stream None: the current stream
             self.tables.masks[: len(slots)].copy_(rows, non_blocking=True)  # copies alone: the host must not wait for the forward
             self.tables.mask_rows.copy_(mask_rows, non_blocking=True)
         if copies is not None:

@@ -15,7 +15,7 @@ from engine.geometry import KVGroup, Layer
 from kernels.slots import gather_pages
 
 PageIds = tuple[Tensor, ...]  # of each KV group
-ROW_TOKENS = 256  # a table row covers a multiple of so many positions: the step of the widest kernel, and whole cache lines
+ROW_TOKENS = 256  # a table row covers a multiple of these positions: the step of the widest kernel, and whole cache lines
 
 
 class GroupCache:

@@ -131,7 +131,7 @@ class Runner:
         for rows in shapes.warm_rows:
             batch, hidden = self._prefilled(rows)
             assert batch.logit_rows is not None
-            results = {1: shapes.sequences, shapes.longest: shapes.sequences[1::-1]}  # those that have variants of kernels
+            results = {1: shapes.sequences, shapes.longest: shapes.sequences[1::-1]}  # row counts that have kernel variants
             for count in results.get(rows, ()):
                 self.forward_stage.run(replace(batch, logit_rows=batch.logit_rows.repeat(count)))
             record_event(self.slots.device).synchronize()  # the plan's staging memory is used again
@@ -156,7 +156,7 @@ class Runner:
 
     def _warm_samplers(self, batch: ForwardBatch, hidden: Tensor) -> None:
         sizes = {rows * width for rows, width in product(self.shapes.sequences, self.shapes.widths)}
-        for rows in sorted(sizes, reverse=True):  # memory that the largest took does for the others
+        for rows in sorted(sizes, reverse=True):  # smaller ones reuse the memory of the largest
             asked = ResultRows(small_top_k=True, filtered=range(rows), reported=range(rows), alternatives=MAX_ALTERNATIVES)
             ends = replace(batch, slots=batch.slots[-1:].repeat(rows), positions=batch.positions.new_full((rows,), -1))
             for adjusted in (False, True):

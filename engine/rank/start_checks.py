@@ -46,10 +46,10 @@ def check_inboxes(parallel: Parallel, inboxes: Inboxes, n: int, device: torch.de
     """ConfigError names wrong kernels among those that write into peers' memory. n: elements of
     fused norms. A collective call."""
     wrong = selfcheck.failures(inbox_checks(inboxes.allreduce, inboxes.argmax, n), device, dtype)
-    parallel.all_reduce(torch.zeros(64, device=device))  # nobody writes any more
+    parallel.all_reduce(torch.zeros(64, device=device))  # no rank writes any more
     if inboxes.allreduce.failed or not (inboxes.allreduce.empty and inboxes.argmax.empty):
         wrong.append("the ranks' inboxes are not left empty, or a rank's part did not come")
-    parallel.all_reduce(torch.zeros(64, device=device))  # nobody writes again before all have looked
+    parallel.all_reduce(torch.zeros(64, device=device))  # no rank writes again before all have read
     _refuse(wrong)
 
 

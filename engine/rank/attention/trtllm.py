@@ -170,7 +170,7 @@ class TrtllmExtend:
         query_sums, key_sums = (functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)) for counts in (sizes, lengths))
         table, page = self._cache.table, self._cache.group.page
         begins = torch.arange(0, table.shape[1] * page, page, device=table.device)
-        held = table[slots.long()].masked_fill_(begins >= lengths[:, None], 0)  # pages that are reserved ahead, or nobody's
+        held = table[slots.long()].masked_fill_(begins >= lengths[:, None], 0)  # pages reserved ahead, or of no sequence
         rows = TableRows(held, lengths, table.shape[1] * page)
         if self._settings.check is not None:
             self._settings.check(self._cache.group, held, slots, lengths - 1, None)

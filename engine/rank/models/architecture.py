@@ -16,7 +16,7 @@ from engine.rank.products import Exchange, Peers
 from engine.rank.shard import Shard
 from kernels.norm import rms_norm
 
-Launches = Generator[None, None, Tensor]  # what is launched a piece at a time: yields between them, returns what they give
+Launches = Generator[None, None, Tensor]  # launches a piece at a time: yields between pieces, returns their result
 
 
 class Model(Shard, ABC):

@@ -36,7 +36,7 @@ class CapturedLayers:
         self._parts = [range(first, min(first + LAYERS, count)) for first in range(0, count, LAYERS)]
         self._rows = Rows(angles[0], angles[1], angles.new_zeros(PICTURES + 1, dtype=torch.int32), SIZES[-1])
         for size in reversed(SIZES):
-            rows = Rows(angles[0, :size], angles[1, :size], self._rows.starts, size)  # of which any may be a picture's
+            rows = Rows(angles[0, :size], angles[1, :size], self._rows.starts, size)  # a picture may have any number of them
             h, x = states[:, :size]
             graphs.warm(partial(run, self._parts[0], h, x, rows))
             for part in self._parts:

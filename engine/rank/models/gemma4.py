@@ -229,7 +229,7 @@ class Gemma4(Model):
         norms = pre_norms(self.blocks, self.norm)
         if not exchange.packs_rows:
             norms = [norm._replace(packs=False) for norm in norms]
-        if batch.logit_rows is not None:  # this layer narrows, and needs h of those rows on every rank, which x is without a norm
+        if batch.logit_rows is not None:  # this layer narrows, and needs h of all rows on every rank: x is h without a norm
             norms[self._last_stored] = PreNorm(None)
         h, x, ple = self.embedding(batch.ids, norms[0], exchange, batch.soft)
         step = LayerStep(batch, attention, attention.prepare(batch), exchange, ple)

@@ -68,7 +68,7 @@ class EncodeStage:
         self._end: DeviceEvent | None = None  # of the last piece that was launched
 
     def warm(self, *, graphs: bool) -> None:
-        with torch.cuda.stream(self._stream):  # of none: where it is
+        with torch.cuda.stream(self._stream):  # stream None: the current stream
             for encoder in set(self._encoders.values()):
                 encoder.warm(graphs=graphs)
 

@@ -115,7 +115,7 @@ class ReportStage:
         self.last_end: DeviceEvent | None = None  # of the step started last
 
     def start(self, step: Forwarded, rows: ResultRows, sampled: StepTokens, masks: bytes) -> Launched:
-        pinned = {"chosen": next(self._host)[: len(rows.slots)]}  # the others get new memory
+        pinned = {"chosen": next(self._host)[: len(rows.slots)]}  # other outputs get new memory
         outputs = self._outputs(step, rows, sampled)
         copies = {name: downloaded(output, pinned.get(name)) for name, output in outputs.items()}
         before = self.last_end if len(step.plan.rows) else None

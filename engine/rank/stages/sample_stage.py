@@ -18,7 +18,7 @@ from engine.rank.slots import SlotState
 from engine.rank.upload import uploaded
 
 SAMPLERS = ("argmax", "small_top_k", "adjusted_argmax", "adjusted_small_top_k")  # of captured steps
-LARGEST_SAMPLERS = SAMPLERS[1::2]  # which launch whatever the others do
+LARGEST_SAMPLERS = SAMPLERS[1::2]  # they launch every kernel of the other samplers
 
 
 @dataclass(frozen=True)
