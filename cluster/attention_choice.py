@@ -1,5 +1,4 @@
-"""Chooses a group's attention backends by GPU, packages and settings, once for all its ranks
-(engine/README.md has the table)."""
+"""Chooses a group's attention backends by GPU, packages and settings (engine/README.md has the table)."""
 
 from typing import NamedTuple
 
@@ -15,8 +14,7 @@ _OLDEST_WITH_FP8 = (8, 9)
 
 
 class AttentionChoice(NamedTuple):
-    """The backends, why, and what would change the choice. fallbacks: parts that failed a
-    self-check, a sentence each"""
+    """fallbacks: parts that failed a self-check, a sentence each. advice: what would change the choice"""
 
     decode: AttentionName
     extend: AttentionName
@@ -26,7 +24,6 @@ class AttentionChoice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """A label: one name, or both."""
         name = self.decode if self.decode == self.extend else f"{self.decode} decode, {self.extend} extend"
         return f"{name}, with fallbacks" if self.fallbacks else name
 
@@ -67,7 +64,6 @@ def choose_attention(config: EngineConfig, architecture: ComputeCapability | Non
 
 
 def _check(kind: RowKind, entry: BackendEntry, platform: Platform) -> None:
-    """ConfigError unless the backend can run here."""
     for obstacle in entry.obstacles(kind, platform):
         if not obstacle.by_default:
             advice = f" ({obstacle.advice})" if obstacle.advice else ""
@@ -78,7 +74,7 @@ def _check(kind: RowKind, entry: BackendEntry, platform: Platform) -> None:
 
 
 def _default(kind: RowKind, platform: Platform, passed: list[Obstacle]) -> BackendEntry:
-    """The last backend without obstacles; adds later ones' to `passed`."""
+    """The last without obstacles; adds later ones' to `passed`."""
     for entry in reversed(BACKENDS.values()):
         if entry.device == platform.device:
             obstacles = list(entry.obstacles(kind, platform))

@@ -1,5 +1,4 @@
-"""This node's GPUs, as CUDA shows them, and FlashInfer's files. By NVML, so that the replica needs
-no torch."""
+"""This node's GPUs, as CUDA shows them, and FlashInfer's files. By NVML, without torch."""
 
 import logging
 import os
@@ -17,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Gpu:
-    """A visible device: NVML's `index`, compute capability ((9, 0) is Hopper), memory in bytes."""
+    """NVML's `index`, compute capability ((9, 0) is Hopper), memory in bytes."""
 
     index: int
     name: str
@@ -36,12 +35,10 @@ class Capability:
 
     @property
     def architecture(self) -> ComputeCapability | None:
-        """The lowest of the GPUs; None without GPUs."""
         return min((gpu.capability for gpu in self.gpus), default=None)
 
 
 def probe(visible: str | None = None) -> Capability:
-    """`visible` replaces CUDA_VISIBLE_DEVICES."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
     return Capability(visible_gpus(node_gpus(), named), flashinfer_files())
 

@@ -1,8 +1,7 @@
 """A group's child processes: spawn, boot messages, kill, and the exit that caused the end.
 
-There is no preexec_fn, which would run Python in a threaded process's fork, and no new session, so
-that Ray's kill of a process group reaches them. PR_SET_PDEATHSIG fires when the spawning *thread*
-ends.
+No preexec_fn, which would run Python in a threaded process's fork, and no new session, so that Ray's kill of a process group
+reaches them. PR_SET_PDEATHSIG fires when the spawning *thread* ends.
 """
 
 import contextlib
@@ -31,8 +30,7 @@ Command = Callable[[BootArgs], Sequence[str]]
 
 
 class ExitStatus(NamedTuple):
-    """How a child ended: `code` as in Popen (negative: a signal; None: it runs), and its last
-    error."""
+    """`code` as in Popen (negative: signal; None: it runs)."""
 
     name: str
     code: int | None
@@ -53,7 +51,7 @@ class ExitStatus(NamedTuple):
 
 
 def root_cause(exits: Iterable[ExitStatus | None]) -> ExitStatus | None:
-    """The cause: an exit by signal, else an error (user errors first), else any."""
+    """An exit by signal, else an error (user errors first), else any."""
     return min(filter(None, exits), key=_less_telling, default=None)
 
 
@@ -63,7 +61,7 @@ def _less_telling(exit_status: ExitStatus) -> tuple[bool, ...]:
 
 
 class Child:
-    """One running child. Only `kill` and `wait` are thread-safe."""
+    """Only `kill` and `wait` are thread-safe."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], lifeline: socket.socket) -> None:
         self.name = name
@@ -78,8 +76,7 @@ class Child:
             self.lifeline.send(message)
 
     def receive(self, timeout_s: float = 1.0) -> BootMessage | None:
-        """The next boot message, within `timeout_s` of its first byte; None at the end of its
-        lifeline."""
+        """The next message, within `timeout_s` of its first byte; None at the end of the lifeline."""
         self.lifeline.sock.settimeout(timeout_s)
         message = self.lifeline.receive()
         if isinstance(message, Failed):
@@ -95,7 +92,6 @@ class Child:
         return None if code is None and self._last_error is None else ExitStatus(self.name, code, self._last_error)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it ends within `timeout_s`."""
         try:
             self.process.wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
@@ -103,13 +99,12 @@ class Child:
         return True
 
     def close(self) -> None:
-        """Close our descriptors of it, once, after its end."""
+        """Call it once, after the child's end."""
         self.lifeline.sock.close()
         os.close(self.pidfd)
 
 
 def child_name(index: int, tp: int) -> str:
-    """The name of process `index` in messages."""
     return "the core" if index == tp else f"rank {index}"
 
 
@@ -118,7 +113,7 @@ def child_command(args: BootArgs) -> list[str]:
 
 
 def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], device: str, command: Command) -> Child:
-    """Start a child, which ends with the calling thread and inherits `descriptors`."""
+    """The child ends with the calling thread."""
     process = subprocess.Popen(
         command(args),
         stdin=subprocess.DEVNULL,
@@ -130,8 +125,6 @@ def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], d
 
 
 def environment(inherited: dict[str, str], device: str) -> dict[str, str]:
-    """A child's environment: our packages, loopback for peers, NVML's order of GPUs; on CPU no GPU
-    and one thread."""
     usual = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **_KEEP_MEMORY} if device == "cpu" else {}
     kept = {name: value for name, value in inherited.items() if name != "PYTHONBREAKPOINT"}  # Ray's would wait for a debugger
@@ -143,7 +136,7 @@ def python_path(inherited: Mapping[str, str]) -> str:
 
 
 def kill(children: Sequence[Child]) -> list[str]:
-    """SIGKILL all and wait at most KILL_WAIT_S; returns names still running."""
+    """SIGKILL all and wait at most KILL_WAIT_S; returns those still running."""
     for child in children:
         child.process.kill()
     deadline = time.monotonic() + KILL_WAIT_S

@@ -10,7 +10,6 @@ from engine.front.client import EngineClient
 
 
 def read_gauges(group: Group, front: EngineClient, adapters: Mapping[str, int]) -> ScrapeGauges:
-    """`adapters`: their ids by name."""
     statuses = group.status()
     stalled_s = stalls(statuses, Observation(time.monotonic_ns(), waiting=front.waiting_since))
     names = [*map(str, range(len(statuses) - 1)), "core"]

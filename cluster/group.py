@@ -2,11 +2,11 @@
 
     Group.boot(config)   memory -> spawn the ranks and the core -> handshake -> ready; or an error, with nothing left over
     group.front_socket   where an EngineClient attaches
-    group.adapter_sockets   where RankLinks attaches: one a rank, if adapters may be loaded later
-    group.close()        orderly; group.kill() at once. Neither leaves a process, descriptor or name in a file system
+    group.adapter_sockets   where RankLinks attaches, one a rank
+    group.close()        orderly; group.kill() at once
 
-Everything shared, torch.distributed's rendezvous included, is an anonymous file whose descriptor the children inherit: a kill
-leaves no name.
+Everything shared, torch.distributed's rendezvous included, is an anonymous file that the children inherit, so an end leaves no
+name.
 """
 
 import contextlib
@@ -58,8 +58,7 @@ class Group:
 
     @classmethod
     def boot(cls, config: EngineConfig, command: Command = child_command) -> "Group":
-        """Spawn a group and wait until it is ready. ConfigError: it can never boot like this.
-        EngineDead: this boot failed."""
+        """ConfigError: it can never boot like this. EngineDead: this boot failed."""
         started = time.monotonic()
         attention = attention_here(config)
         config = msgspec.structs.replace(config, attention_decode=attention.decode, attention_extend=attention.extend)
@@ -106,7 +105,7 @@ class Group:
                     raise
 
     def _adapter_socket(self, index: int, ends: contextlib.ExitStack) -> list[int]:
-        """Make a rank's socket for adapters, if some may be loaded later; returns the descriptor of its end. `ends` closes it."""
+        """Returns the descriptor of a rank's socket for adapters that are loaded later. `ends` closes it."""
         if index == self.config.tp or not self.config.max_adapters:
             return []
         ours, theirs = socket.socketpair()
@@ -136,7 +135,7 @@ class Group:
             logger.info("%s ready (pid %d) %s", child.name, child.process.pid, message.note)
 
     def status(self) -> list[RankStatus]:
-        """Records of the ranks and, last, the core, kept after the end."""
+        """Ranks, then the core; kept after the end."""
         if self._last is not None:  # without the lock: `kill` holds it while it waits
             return self._last
         with self._lock:
@@ -146,7 +145,6 @@ class Group:
         return [self._status.read(index) for index in range(self.config.tp + 1)]
 
     def running(self) -> list[bool]:
-        """Whether each rank and, last, the core runs."""
         return [child.process.poll() is None for child in self.children]
 
     def exits(self) -> list[ExitStatus | None]:
@@ -154,7 +152,7 @@ class Group:
             return [child.exit_status() for child in self.children]
 
     def close(self, timeout_s: float = CLOSE_WAIT_S) -> bool:
-        """Wait for the end after `client.stop()`, then kill the rest; True if all ended in time."""
+        """Waits for the end after `client.stop()`, then kills; True if all ended in time."""
         deadline = time.monotonic() + timeout_s
         orderly = all(child.wait(deadline - time.monotonic()) for child in self.children)
         self.kill()
@@ -176,7 +174,6 @@ class Group:
 
 
 def spin_polls(tp: int, cores: int) -> int:
-    """Polls of a ring reader before it sleeps: 0 if processes outnumber the cores."""
     return 0 if tp + 2 > cores else SPIN_POLLS
 
 

@@ -18,8 +18,6 @@ SETTLE_S = 0.15  # a peer that lost its channel may be seen before the one that 
 
 
 class Handshake:
-    """`timeout_s` covers all phases, from now."""
-
     def __init__(self, children: Sequence[Child], timeout_s: float) -> None:
         self._children = children
         self._timeout_s = timeout_s
@@ -55,7 +53,7 @@ class Handshake:
         return [self._sources[source] for source in ready]
 
     def _give_up(self, child: Child, message: BootMessage | None) -> NoReturn:
-        """Raise the cause, after a moment in which others may report theirs."""
+        """Raises after a moment in which others may report their causes."""
         if message is not None and not isinstance(message, Failed):
             raise EngineDead(f"{child.name} sent {type(message).__name__} out of turn")
         time.sleep(SETTLE_S)

@@ -4,7 +4,7 @@ a process ends        its pidfd, at once
 it is stopped         its heartbeat, written by its lifeline thread every 0.25 s, is too old
 it hangs in a step    it owes steps, and its finished step does not advance
 the core stalls       ranks have finished a step that it does not commit, or requests wait and it makes no plan
-ranks differ          the hashes of their states after one step differ
+ranks differ          their state hashes after one step differ
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Observation:
-    """The time of a verdict; CLOCK_MONOTONIC nanoseconds."""
+    """CLOCK_MONOTONIC nanoseconds."""
 
     now: int
     since: int = 0  # start of the uninterrupted watch, the earliest start of an age, so a suspended machine is no hang
@@ -76,7 +76,7 @@ def stalls(statuses: Statuses, moment: Observation) -> list[float]:
 
 
 def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observation) -> float:
-    """From the rank's own progress if it has begun a due step, else also from the core's."""
+    """Counts from the rank's own progress if it has begun a due step, else also from the core's."""
     if rank.finished >= due:
         return 0.0
     due_since = 0 if rank.launched > rank.finished else core.progress_ns
@@ -84,7 +84,7 @@ def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observat
 
 
 def _diverged(statuses: Statuses) -> Death | None:
-    """Compare the last common step; names the ranks with the rarest state first."""
+    """Names the first common step that differs, and the ranks with the rarest state first."""
     ranks = statuses[:-1]
     for step in sorted(set.intersection(*(set(rank.hashes) for rank in ranks))):
         holders: dict[int, list[int]] = {}
@@ -135,7 +135,6 @@ class Watcher:
         self._closed = False
 
     def start(self) -> None:
-        """Start on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._looked_ns = self._since_ns = time.monotonic_ns()
         for child in self.group.children:
@@ -155,8 +154,7 @@ class Watcher:
         self._watch.callback(self._loop.remove_reader, fd)
 
     def _ended(self) -> None:
-        """A child ended. Unless a signal killed it, it may only have lost a peer: wait for other
-        reports."""
+        """A child not killed by a signal may only have lost a peer."""
         self._watch.close()
         if (death := self._death()).cause == "killed":
             self._die(death)
@@ -164,7 +162,7 @@ class Watcher:
             self._loop.call_later(SETTLE_S, self._settle)
 
     def _settle(self) -> None:
-        """Blame a hung rank if another gave up waiting for it, else the child that ended."""
+        """Blame a hung rank if another gave up waiting, else the child that ended."""
         death = self._death()
         hung = None if death.cause == "killed" else self._verdict(_NEARLY)
         self._die(hung or death)
@@ -183,7 +181,6 @@ class Watcher:
             self._die(death)
 
     def _verdict(self, share: float) -> Death | None:
-        """The verdict, with bounds times `share`."""
         config = self.group.config
         moment = Observation(time.monotonic_ns(), self._since_ns, self.waiting())
         return verdict(self.group.status(), moment, share * config.heartbeat_timeout_s, share * config.step_timeout_s)
@@ -196,6 +193,6 @@ class Watcher:
         self.on_death(death)
 
     def close(self) -> None:
-        """Stop watching. Idempotent. Call it before an orderly end."""
+        """Idempotent; call it before an orderly end."""
         self._closed = True
         self._watch.close()

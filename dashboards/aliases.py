@@ -1,5 +1,4 @@
-"""vLLM's names for our metrics, derived from our samples at each scrape. Our buckets contain all of
-vLLM's."""
+"""vLLM's names for our metrics, from our samples at each scrape. Our buckets contain all of vLLM's."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ CACHE_CONFIG = "vllm:cache_config_info"  # {block_size, num_gpu_blocks}, of quar
 
 
 def aliases(families: Iterable[Family], model_name: str) -> Iterator[Family]:
-    """vLLM's families for ours. KeyError: a source is missing."""
+    """KeyError: a source is missing."""
     by_name = {family.name: family for family in families}
     labels = {"engine": "0", "model_name": model_name}
     for row in ENGINE:
@@ -51,7 +50,6 @@ def _success(source: Family, labels: dict[str, str]) -> Family:
 
 
 def _lora(requests: Family, slots: Family, labels: dict[str, str]) -> Family:
-    """The time of the scrape, with the names of adapters that have requests."""
     family = Family(LORA, "Seconds since 1970; names of adapters with requests, apart by commas.", "gauge")
     shown = {"max_lora": f"{slots.samples[0].value:.0f}"}
     for state in ("running", "waiting"):

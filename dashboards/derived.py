@@ -7,15 +7,13 @@ _OURS = ("error", "dead", "deadline")  # ends without a token that count against
 
 
 class Judged(EventRecord):
-    """A request met an objective (verdict good), or did not (bad)."""
+    """verdict: good if a request met an objective, else bad."""
 
     slo: str
     verdict: str
 
 
 class Completed(EventRecord):
-    """A request was answered: stop or length."""
-
     e2e_s: float
     decode_s: float
     inference_s: float | None
@@ -32,7 +30,7 @@ Derived = Judged | Completed | MeanStep
 
 
 class Derivation:
-    """Derives from one event at a time; `last` is the core's last report. Objectives in seconds."""
+    """`last` is the core's last report. Objectives in seconds."""
 
     def __init__(self, ttft_objective_s: float, tpot_objective_s: float) -> None:
         self._objectives = {"ttft": ttft_objective_s, "tpot": tpot_objective_s}

@@ -4,8 +4,7 @@
             `-deregister(cause, counts)->      `-collect()--------------> /metrics   groups up and down, restarts, retired counts
                                            nodes -----------------------> /ray       http_sd of Ray's own exporters
 
-A paused replica returns with its next heartbeat, and only new counts are added. Open requests of a
-lost replica count as ended `dead`.
+A paused replica returns with its next heartbeat, and only new counts are added. Open requests of a lost replica count as `dead`.
 """
 
 import json
@@ -35,7 +34,7 @@ HttpSdList = list[dict[str, Any]]  # as Prometheus reads it
 
 
 class ScrapeTarget(NamedTuple):
-    """A replica, and host:port of its exporter; all but the last label its series."""
+    """address: host:port of its exporter; all other fields label its series."""
 
     application: str
     deployment: str
@@ -54,7 +53,7 @@ class _Member:
     target: ScrapeTarget
     counts: Counts
     seen: float
-    retired: Counts  # what is among the retired counts already: it vanished, and came back
+    retired: Counts  # counts that are already among the retired ones: it vanished, and came back
     silent: bool = False
 
     def added(self) -> Counts:
@@ -83,12 +82,12 @@ class ReplicaRegistry(Collector):
     # -- replicas
 
     def heartbeat(self, target: ScrapeTarget, counts: Counts) -> None:
-        """Note a live replica and its counts; ignored after deregistration."""
+        """Ignored after deregistration."""
         with self._lock:
             self._note(target, counts)
 
     def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
-        """Take a replica's last message; `cause`: one of CAUSES, None if orderly. Idempotent."""
+        """`cause`: one of CAUSES, None if orderly. Idempotent."""
         with self._lock:
             if self._note(target, counts):
                 self._retire(target.replica, cause)
@@ -141,13 +140,11 @@ class ReplicaRegistry(Collector):
     # -- Prometheus
 
     def targets(self) -> HttpSdList:
-        """The http_sd list, ordered by replica."""
         with self._lock:
             live = [member.target for _, member in sorted(self._members.items()) if not member.silent]
         return [{"targets": [target.address], "labels": target.labels} for target in live]
 
     def collect(self) -> Iterator[Family]:
-        """A family for each row of DISCOVERY_METRICS."""
         series = {row.name: Series(row) for row in DISCOVERY_METRICS}
         with self._lock:
             group_up = series["quartet_group_up"].values
@@ -169,7 +166,7 @@ class ReplicaRegistry(Collector):
 
 
 class DiscoveryServer(PageServer):
-    """`/targets`, `/ray` and `/metrics` of a registry, in a thread, which also ticks."""
+    """Serves a registry in a thread, which also ticks."""
 
     def __init__(self, registry: ReplicaRegistry, host: str, port: int, nodes: Callable[[], HttpSdList] = list) -> None:
         """Port 0: a free one. ConfigError: taken. `nodes`: for /ray; its ConfigError is a 503."""
@@ -185,5 +182,4 @@ class DiscoveryServer(PageServer):
             raise ConfigError(f"metrics.discovery: cannot listen on {host}:{port}: {error.strerror}") from error
 
     def service_actions(self) -> None:
-        """serve_forever calls it at every turn."""
         self._registry.tick()

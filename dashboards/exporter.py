@@ -1,7 +1,7 @@
 """Applies the engine's events to the table's metrics, and serves them on a port of their own.
 
-An event costs microseconds on the front's loop; gauges are read at each scrape. Ray's metrics are
-not used: they rebuild histograms from bucket midpoints, lag, and keep dead workers' series.
+An event costs microseconds on the front's loop; gauges are read at each scrape. Ray's metrics rebuild histograms from bucket
+midpoints, lag, and keep dead workers' series.
 """
 
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Facts(NamedTuple):
-    """Facts of the group. Objectives and bounds in seconds."""
+    """Objectives and bounds in seconds."""
 
     model_name: str
     build: str
@@ -47,7 +47,7 @@ class Facts(NamedTuple):
 
 
 class Exporter(Collector):
-    """A sink of events that Prometheus can scrape. read_gauges: called from the scrape's thread."""
+    """A sink of events. read_gauges: called from the scrape's thread."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -105,7 +105,6 @@ class Exporter(Collector):
                 series.values[labels(item)] = value(item)
 
     def collect(self) -> Iterator[Family]:
-        """Our families, then the aliases."""
         with self._scraping:
             self._refresh()
             families = [metric.family() for metric in self._metrics]
@@ -113,14 +112,13 @@ class Exporter(Collector):
         yield from aliases(families, self.facts.model_name)
 
     def counts(self) -> Counts:
-        """Every counter that outlives the group, for discovery."""
         with self._scraping:
             self._refresh()
             lasting = [metric for metric in self._metrics if isinstance(metric, Series) and metric.row.name in RETIRED]
             return {(series.row.name, labels): value for series in lasting for labels, value in series.values.copy().items()}
 
     def serve(self, host: str, port: int) -> str:
-        """Serve in a thread; port 0: a free one. Returns the URL. ConfigError: taken."""
+        """Serves in a thread; port 0: a free one. Returns the URL. ConfigError: taken."""
         try:
             self._server = PageServer(host, port, {"/metrics": self.page}, "exporter")
         except OSError as error:

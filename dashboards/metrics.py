@@ -5,12 +5,11 @@
     RETIRED            of DISCOVERY_METRICS: counters of ENGINE, summed over replicas that are gone
     DEPLOYMENT_TOTALS  of DISCOVERY_METRICS: the same, with running replicas
 
-Buckets resolve 2 to 40 ms a token, and contain vLLM's, so its dashboards' `le=` selectors match.
-`source`:
+Buckets resolve 2 to 40 ms a token, and contain vLLM's, so its dashboards' `le=` selectors match. `source`:
 
     FirstToken.ttft_s   a field of an event: a histogram observes it unless it is None, a counter grows by it
     RequestStarted      a counter grows by one. Labels are fields of the event
-    load.running        read at each scrape: of `load`, its lists, `processes`, `encoder`, `gauges` or `facts`
+    load.running        read at each scrape
 """
 
 from typing import NamedTuple, get_args
@@ -41,7 +40,7 @@ STEP_TOKENS_BUCKETS = (1, *(1 << power for power in range(3, 15)))
 
 
 class Metric(NamedTuple):
-    """One row. `name` is what queries use, without a histogram's `_bucket`."""
+    """`name` is what queries use, without a histogram's `_bucket`."""
 
     name: str
     help: str
@@ -60,7 +59,6 @@ class Metric(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """The name without `_total`, for prometheus-client."""
         return self.name.removesuffix("_total")
 
 

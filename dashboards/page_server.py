@@ -1,7 +1,6 @@
 """An HTTP server of a few pages in a thread, for Prometheus.
 
-Always text format 0.0.4: in OpenMetrics 1.0 the library would escape the colon of `vllm:` names,
-which Prometheus 2 would not find.
+Always text format 0.0.4: OpenMetrics 1.0 escapes the colon of `vllm:` names, which Prometheus 2 would not find.
 """
 
 import socket
@@ -21,7 +20,7 @@ TICK_S = 0.5
 
 
 class Page(NamedTuple):
-    """A content type and a body; a ConfigError is a 503."""
+    """The body's ConfigError is a 503."""
 
     kind: str
     body: Callable[[], bytes]
@@ -34,8 +33,6 @@ def metrics_page(collector: Collector) -> Page:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves `pages` by path until `stop`. `url`: of the first page."""
-
     def __init__(self, host: str, port: int, pages: Mapping[str, Page], name: str) -> None:
         """Port 0: a free one. OSError."""
         self.pages = dict(pages)

@@ -19,8 +19,7 @@ Counts = dict[tuple[str, tuple[str, ...]], float]  # (counter, label values) -> 
 
 
 class Series:
-    """A counter or gauge by label values, known ones at zero from the start. After `most` series,
-    new free labels share one."""
+    """A counter or gauge by label values, known ones at zero from the start. After `most` series, new free labels share one."""
 
     def __init__(self, row: Metric, most: float = inf) -> None:
         self.row = row
@@ -50,14 +49,13 @@ class FastHistogram:
         self._sum = 0.0
 
     def add(self, _: tuple[str, ...], seen: Any) -> None:
-        """Observe a value, several or None, each in the first bucket that is not below it."""
+        """Observe a value, several or None."""
         for value in seen if isinstance(seen, list) else [seen]:
             if value is not None:
                 self._counts[bisect_left(self._row.buckets, value)] += 1
                 self._sum += value
 
     def family(self) -> Family:
-        """As prometheus-client's own histogram."""
         bounds = [*map(floatToGoString, self._row.buckets), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
         return HistogramMetricFamily(self._row.name, self._row.help, buckets=buckets, sum_value=self._sum)

@@ -1,9 +1,9 @@
-"""What a replica has its ranks do with adapters while they serve: commands over a socket to each rank, and the ranks' answers.
+"""What a replica asks of its ranks about adapters while they serve, over a socket to each rank.
 
-    replica -> rank   ReadAdapter    read and check a folder, and keep the rank's part in host memory
-                      PlaceAdapter   copy an adapter from host memory to a slot of the device
+    replica -> rank   ReadAdapter    read and check a folder; keep the rank's part in host memory
+                      PlaceAdapter   copy an adapter to a device slot
                       DropAdapter    forget it
-    rank -> replica   CommandDone    one for each command. A read may take long, so other commands overtake it
+    rank -> replica   CommandDone    one for each command. Other commands overtake a read
 """
 
 import msgspec
@@ -12,7 +12,7 @@ from engine.protocol import FrozenStruct
 
 
 class ReadAdapter(FrozenStruct, tag="read"):
-    """`id`: as requests name the adapter to the core; no other adapter ever has it."""
+    """`id`: as requests name the adapter to the core; never used twice."""
 
     number: int
     id: int
@@ -36,7 +36,7 @@ class DropAdapter(FrozenStruct, tag="drop"):
 
 
 class CommandDone(FrozenStruct):
-    """`error`: a sentence for the client that asked; the adapter was not read."""
+    """`error`: a sentence for the client; the adapter was not read."""
 
     number: int
     error: str | None = None

@@ -1,9 +1,9 @@
-"""Which adapters the ranks have in host memory, and which slot of the device each one has. Pure.
+"""Which adapters the ranks have in host memory, and which device slot each one has. Pure.
 
     add --> known --want--> placing, once a slot is free --placed--> ready --> another one wants its slot
     remove --> leaving, refused to new requests --> dropped, once no request has it
 
-The replica has the ranks read, place and drop adapters. `orders` is what the core asks it for.
+`orders` is what the core asks the replica for.
 """
 
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from engine.protocol import AdapterOrders
 
 
 class AdapterSlots:
-    """Slots of the device, and of `loaded` adapters (their ids count from 0) the first ones in them. An id is never used twice."""
+    """The first of `loaded` adapters (ids from 0) are in slots. An id is never used twice."""
 
     def __init__(self, slots: int, loaded: int) -> None:
         self._ready = {adapter: adapter for adapter in range(min(slots, loaded))}  # slot by id, least recently used first
@@ -26,29 +26,25 @@ class AdapterSlots:
 
     @property
     def placing(self) -> bool:
-        """Ranks copy an adapter to a slot."""
         return bool(self._placing)
 
     def is_served(self, adapter: int) -> bool:
-        """Whether new requests may have the adapter."""
         return adapter == NO_ADAPTER or adapter in self._known
 
     def add(self, adapter: int) -> None:
-        """Every rank has read it."""
         self._known.add(adapter)
 
     def remove(self, adapter: int) -> None:
-        """No new request may have it; `orders` says when no request has it."""
+        """`orders` drops it once no request has it."""
         if adapter in self._known:
             self._known.discard(adapter)
             self._leaving.add(adapter)
 
     def is_ready(self, adapter: int) -> bool:
-        """Whether rows may use it now."""
         return adapter == NO_ADAPTER or adapter in self._ready
 
     def use(self, adapter: int) -> int:
-        """Returns the slot of an adapter that is ready, which is now the most recently used one; NO_ADAPTER for none."""
+        """Returns a ready adapter's slot."""
         if adapter == NO_ADAPTER:
             return NO_ADAPTER
         slot = self._ready.pop(adapter)
@@ -56,7 +52,7 @@ class AdapterSlots:
         return slot
 
     def want(self, adapter: int, kept: AbstractSet[int]) -> bool:
-        """Have an adapter placed that is not ready; False while every slot has one that is being placed or is `kept`."""
+        """Order the placing of an adapter; False while every slot is being filled or its adapter is `kept`."""
         if adapter in self._placing:
             return True
         if not self._free:
@@ -70,16 +66,14 @@ class AdapterSlots:
         return True
 
     def placed(self, adapter: int) -> None:
-        """Every rank has copied it to its slot."""
         self._ready[adapter] = self._placing.pop(adapter)
 
     @property
     def has_orders(self) -> bool:
-        """Whether `orders` may have some."""
         return bool(self._leaving or self._orders)
 
     def orders(self, used: Collection[int]) -> AdapterOrders:
-        """What the replica is to do since the last call. used: adapters of all requests that have not ended."""
+        """What the replica must do since the last call. used: adapters of all open requests."""
         for adapter in [adapter for adapter in self._leaving if adapter not in used and adapter not in self._placing]:
             self._leaving.discard(adapter)
             if adapter in self._ready:

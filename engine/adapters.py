@@ -41,8 +41,6 @@ _CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mmd")  # ini
 
 
 class _PeftConfig(FrozenStruct):
-    """The keys of adapter_config.json that are read."""
-
     peft_type: str
     r: _Rank
     lora_alpha: _Alpha
@@ -57,8 +55,6 @@ class _PeftConfig(FrozenStruct):
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """An adapter's config, by module names without `base_model.model.`."""
-
     name: str
     folder: Path
     peft: _PeftConfig
@@ -68,11 +64,9 @@ class AdapterConfig:
         return self.folder / "adapter_model.safetensors"
 
     def rank(self, module: str) -> int:
-        """Inner width of B A at a module."""
         return int(_of_module(self.peft.rank_pattern, module, self.peft.r))
 
     def scale(self, module: str) -> float:
-        """Factor of B A at a module."""
         rank = self.rank(module)
         alpha = float(_of_module(self.peft.alpha_pattern, module, self.peft.lora_alpha))
         if self.peft.use_rslora:

@@ -12,10 +12,7 @@ from engine.media_geometry import MediaGeometries, read_encoders
 
 @dataclass(frozen=True)
 class Architecture:
-    """A kind of model.
-
-    read, encoders  geometry of the text model, and of encoders by media kind, from a checkpoint's folder
-    """
+    """read, encoders: geometry of the text model, and of encoders by media kind, from a checkpoint's folder"""
 
     model_types: tuple[str, ...]
     read: Callable[[Path], Geometry]

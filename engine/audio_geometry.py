@@ -24,7 +24,7 @@ _IMPLEMENTED: Final[Implemented] = {
 
 @dataclass(frozen=True)
 class AudioGeometry(Geometry):
-    """An audio encoder; fields that it does not use are its model's."""
+    """Fields that an audio encoder does not use are its model's."""
 
     model: int  # hidden size of the model that reads its rows
     output: int  # width of the tower's output, or of its rows
@@ -36,7 +36,6 @@ class AudioGeometry(Geometry):
 
     @property
     def unified(self) -> bool:
-        """It is the 12B's, without a tower."""
         return not self.reach
 
     def check(self, item: MediaItem) -> None:
@@ -46,17 +45,14 @@ class AudioGeometry(Geometry):
             raise InvalidRequest(f"{len(item.data)} bytes of audio of shape {item.shape} do not fit {item.length} positions")
 
     def tokens(self, rows: int) -> int:
-        """Soft tokens of a clip of `rows` rows."""
         return rows if self.unified else tower_tokens(rows)
 
 
 def tower_tokens(frames: int) -> int:
-    """Soft tokens of log-mel frames: the convolutions halve them twice."""
     return -(-frames // 4)
 
 
 def read_audio(folder: Path) -> AudioGeometry | None:
-    """The audio encoder of a checkpoint, or None. CheckpointError."""
     return read_section(folder, "audio_config", _IMPLEMENTED, _geometry)
 
 

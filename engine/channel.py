@@ -5,8 +5,8 @@
 
     record = size u32 | checksum u32 | step u64 | payload, padded to 8
 
-Counters are published after the bytes that they count. A size of 0xFFFFFFFF continues at the start.
-A step that is not the next, or a checksum that stays wrong for a millisecond, raises ChannelBroken.
+Counters are published after the bytes that they count. A size of 0xFFFFFFFF continues at the start. A wrong step, or a checksum
+that stays wrong for a millisecond, raises ChannelBroken.
 """
 
 import mmap
@@ -26,8 +26,7 @@ _SHORT, _LONG = 5_000, 50_000  # sleeps before they get longer
 
 
 def checksum(data: bytes | memoryview, start: int = 0) -> int:
-    """32 bits: the crc32 of the sum of all 4 KiB pages, and of the rest; ten times faster than a
-    crc32 of everything."""
+    """The crc32 of the sum of all 4 KiB pages, and of the rest; ten times faster than a plain crc32."""
     whole = len(data) // _PAGE * _PAGE
     if whole <= _PAGE:
         return zlib.crc32(data, start)
@@ -42,14 +41,14 @@ class ChannelBroken(RuntimeError):
 
 
 def create_shared(name: str, size: int) -> int:
-    """A descriptor of zeroed anonymous shared memory, inherited through pass_fds."""
+    """Zeroed anonymous shared memory, inherited through pass_fds."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(fd, size)
     return fd
 
 
 def map_shared(fd: int) -> memoryview:
-    """Map all of `fd`, shared and writable. The descriptor may be closed afterwards."""
+    """The descriptor may be closed afterwards."""
     return memoryview(mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE))
 
 
@@ -62,8 +61,7 @@ def capacity_for(record: int) -> int:
 
 
 class Waiter:
-    """Waits for memory to change: `spin` polls (0 if processes outnumber cores), then sleeps of 50
-    us, and up to `idle_s` and five times that in long silence."""
+    """Waits for memory to change: `spin` polls, then sleeps of 50 us, in long silence of up to `idle_s` and five times that."""
 
     def __init__(self, spin: int = 0, idle_s: float = 0.001) -> None:
         self._spin = spin
@@ -91,7 +89,7 @@ class _Ring:
 
 
 class RingWriter(_Ring):
-    """The writer. `write` waits for the slowest of `readers`. `step`: of the last record."""
+    """`step`: of the last record."""
 
     def __init__(self, memory: memoryview, readers: int, waiter: Waiter | None = None) -> None:
         super().__init__(memory, readers)
@@ -100,7 +98,7 @@ class RingWriter(_Ring):
         self.step = 0
 
     def write(self, step: int, payload: bytes | memoryview) -> None:
-        """Publish a record. Waits while a reader is a whole ring late."""
+        """Waits while a reader is a whole ring late."""
         size = _RECORD.size + (len(payload) + 7) // 8 * 8
         if size > self._capacity // 2:
             raise ChannelBroken(f"a record of {len(payload)} bytes does not fit a ring of {self._capacity}")
@@ -123,7 +121,7 @@ class RingWriter(_Ring):
 
 
 class RingReader(_Ring):
-    """A reader. ChannelBroken leaves the bad record as the next one."""
+    """ChannelBroken leaves the bad record as the next one."""
 
     def __init__(self, memory: memoryview, readers: int, index: int) -> None:
         super().__init__(memory, readers)

@@ -50,14 +50,13 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def model_vocabulary(folder: Path) -> int | None:
-    """Rows of the model's embedding, if config.json says."""
     config = read_optional(folder / "config.json")
     rows: int | None = (config.get("text_config") or config).get("vocab_size")
     return rows
 
 
 def tensor_names(folder: Path) -> Iterable[str]:
-    """Tensor names, by the index or the header of the only shard; empty without both."""
+    """Names from the index or the header of the only shard; empty without both."""
     shard = folder / "model.safetensors"
     if index := read_index(folder):
         return index
@@ -79,7 +78,7 @@ class GenerationDefaults(TypedDict, total=False):
 
 
 def generation_config(folder: Path) -> JsonObject:
-    """Sampling defaults, stop ids, suppressed ids. CheckpointError names a key of a wrong type."""
+    """CheckpointError names a key of a wrong type."""
     config = read_optional(path := folder / "generation_config.json")
     try:
         msgspec.convert(config, GenerationDefaults)
@@ -89,8 +88,7 @@ def generation_config(folder: Path) -> JsonObject:
 
 
 def token_ids(folder: Path, key: str, given: object) -> tuple[int, ...]:
-    """The ids under `key`: several, one, or None. CheckpointError: one is outside the model's
-    vocabulary."""
+    """`given`: several ids, one, or None. CheckpointError: one is outside the vocabulary."""
     ids = given if isinstance(given, list) else [] if given is None else [given]
     own = Annotated[int, msgspec.Meta(ge=0, lt=model_vocabulary(folder) or 2**31)]
     try:

@@ -161,36 +161,32 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dic
 
     @property
     def drafts(self) -> tuple[int, ...]:
-        """Draft lengths that a step may have, ascending; the core chooses."""
         if self.mtp.model is None:
             return (0,)
         return AUTO_DRAFTS if self.mtp.drafts == "auto" else tuple(sorted({0, self.mtp.drafts}))
 
     @property
     def step_limit_ms(self) -> float | None:
-        """`longest_step_ms`, or its default."""
         if self.longest_step_ms is None and self.device == "cuda":
             return LONGEST_STEP_MS
         return self.longest_step_ms
 
     @property
     def adapter_slots(self) -> int:
-        """Adapters on the device at once."""
         return self.max_adapters or len(self.adapters)
 
     @property
     def most_adapters(self) -> int:
-        """Adapters that are loaded at once."""
         return max(self.adapter_slots, self.max_host_adapters)
 
     @property
     def measures_steps(self) -> bool:
-        """Ranks measure step times at boot, for a limit or a target."""
+        """Ranks measure step times at boot."""
         return self.max_len >= LEAST_MEASURED and not (self.step_limit_ms is None and self.tpot_target_ms is None)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Padded widths of decode rows on a GPU, ascending: 1, and 1 + drafts."""
+        """Padded widths of decode rows on a GPU, ascending."""
         return tuple(sorted({1, *(1 + drafts for drafts in self.drafts)}))
 
     @property
@@ -203,7 +199,7 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dic
 
 
 def engine_config(**settings: object) -> EngineConfig:
-    """A checked EngineConfig. ConfigError names a key that is unknown, mistyped or impossible."""
+    """ConfigError names a key that is unknown, mistyped or impossible."""
     try:
         config = msgspec.convert(settings, EngineConfig)
     except msgspec.ValidationError as error:

@@ -1,5 +1,4 @@
-"""Every error that Quartet raises on purpose. Only `deploy/edge/http/http_errors.py` decides status
-codes.
+"""Every error that Quartet raises on purpose, and its status. Only `deploy/edge/http/http_errors.py` decides status codes.
 
     QuartetError
     |-- InvalidRequest      400
@@ -19,8 +18,7 @@ class QuartetError(Exception):
 
 
 class InvalidRequest(QuartetError):
-    """A request that can never succeed as sent. `param`: the wrong field; `code`: OpenAI's short
-    code."""
+    """It can never succeed as sent. `param`: the wrong field; `code`: OpenAI's."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -34,8 +32,6 @@ class ModelNotFound(InvalidRequest):
 
 
 class Overloaded(QuartetError):
-    """`retry_after_s` is the client's advice."""
-
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
@@ -50,7 +46,7 @@ class SlowReader(QuartetError):
 
 
 class GenerationFailed(QuartetError):
-    """Only this request ended in error."""
+    """Only this request ended."""
 
 
 class ConfigError(QuartetError):

@@ -2,10 +2,10 @@
 
     submit -- scheduled -- first ------ next ------ ... ------ last     seconds on the front's monotonic clock
        |- queue_s -|         |            |- gap_s -|            |      scheduled: the core's first report that has it running
-       |--- ttft_s ----------|                                   |      first, next, last: an Output with tokens reached the front
+       |--- ttft_s ----------|                                   |      first, next, last: an Output with tokens arrived
        |--- e2e_s -----------------------------------------------|
 
-    tpot_s = (last - first) / (n - 1) over the n tokens received; None below two tokens
+    tpot_s = (last - first) / (n - 1) over n tokens; None below two tokens
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ KeyVerdict = Literal["admitted", "unauthenticated", "forbidden", "rate_limited"]
 
 
 class EventRecord(FrozenStruct):
-    """Immutable; equal only to its own kind."""
+    """Equal only to its own kind."""
 
 
 class RequestStarted(EventRecord):
@@ -31,36 +31,31 @@ class RequestStarted(EventRecord):
 
 
 class Scheduled(EventRecord):
-    """The core has started a request; not repeated after a preemption."""
+    """It is not repeated after a preemption."""
 
     request: int
     queue_s: float
 
 
 class FirstToken(EventRecord):
-    """The first tokens arrived."""
-
     request: int
     ttft_s: float
     queue_s: float | None = None
 
     @property
     def prefill_s(self) -> float | None:
-        """From the first plan of the request to its first token."""
         return None if self.queue_s is None else self.ttft_s - self.queue_s
 
 
 class Tokens(EventRecord):
-    """`token_gaps_s`: of each output after a request's first, the time since the previous, divided
-    by its tokens."""
+    """`token_gaps_s`: time between two outputs of a request, divided by the later one's tokens."""
 
     count: int
     token_gaps_s: list[float]
 
 
 class RequestFinished(EventRecord):
-    """A request ended, once for every RequestStarted. `outcome` dead: the group ended; stop
-    includes stop strings."""
+    """It comes once for every RequestStarted. `outcome` dead: the group ended; stop includes stop strings."""
 
     request: int
     outcome: Outcome
@@ -72,8 +67,7 @@ class RequestFinished(EventRecord):
 
 
 class KeyDecision(EventRecord):
-    """A request that needs an API key was admitted or refused. `key`: the holder's name, empty
-    without a valid key."""
+    """`key`: the holder's name, empty without a valid key."""
 
     key: str
     verdict: KeyVerdict
@@ -85,21 +79,18 @@ class KeyTokens(EventRecord):
 
 
 class ConversationRequest(EventRecord):
-    """A request of a conversation reached one of several replicas. `home`: whether the previous one
-    did too."""
+    """`home`: whether the conversation's previous request reached the same replica."""
 
     home: ConversationHome
 
 
 class EngineLoad(EventRecord):
-    """The core's figures."""
-
     load: Load
     interval_s: float | None = None  # since an earlier reported step, if the core had work throughout and this one is new
 
 
 class EngineFailed(EventRecord):
-    """The group ended; open requests then finish as dead."""
+    """Open requests then finish as dead."""
 
 
 class ProcessFigures(EventRecord):
@@ -113,7 +104,7 @@ class ProcessFigures(EventRecord):
 
 
 class AdapterFigures(EventRecord):
-    """Open requests of an adapter that is served. `state`: running or waiting."""
+    """Open requests. `state`: running or waiting."""
 
     adapter: str
     state: str
@@ -121,7 +112,7 @@ class AdapterFigures(EventRecord):
 
 
 class ScrapeGauges(EventRecord):
-    """Figures read at a scrape. `encoder` is of one rank; the others differ only in times."""
+    """`encoder` is of one rank; the others differ only in times."""
 
     open: int = 0
     processes: tuple[ProcessFigures, ...] = ()
@@ -145,8 +136,6 @@ Sink = Callable[[Event], None]  # called on the front's event loop: it must be q
 
 
 def to_each(*sinks: Sink) -> Sink:
-    """A sink that passes every event to all of these, in order."""
-
     def sink(event: Event) -> None:
         for receive in sinks:
             receive(event)

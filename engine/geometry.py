@@ -1,7 +1,7 @@
 """The shape of a Gemma 4 text model, read from config.json and expanded to layers. No torch.
 
-Source: the public configs and transformers' `models/gemma4`. Reads the public layout
-(`global_head_dim`, `num_global_key_value_heads`) and transformers' (`per_layer_config`).
+Source: transformers' `models/gemma4`. Reads the public layout (`global_head_dim`, `num_global_key_value_heads`) and transformers'
+(`per_layer_config`).
 """
 
 import math
@@ -49,10 +49,7 @@ _PER_LAYER = ("head_dim", "num_key_value_heads")
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of pairs (i, i + head_dim/2): the first `pairs` of head_dim/2 rotate.
-
-    inv_freq[i] = theta ** (-2 i / head_dim) / factor.
-    """
+    """The first `pairs` of the pairs (i, i + head_dim/2) rotate. inv_freq[i] = theta ** (-2 i / head_dim) / factor."""
 
     theta: float
     pairs: int
@@ -68,8 +65,6 @@ class Moe:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer."""
-
     index: int
     kind: LayerKind
     head_dim: Positive
@@ -87,7 +82,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Geometry:
-    """A text model. Sizes are of the whole model; `window` includes the query's own key."""
+    """Sizes are of the whole model; `window` includes the query's own key."""
 
     hidden: Positive
     vocab: Positive
@@ -114,21 +109,19 @@ class Geometry:
 
     @property
     def summed_width(self) -> int:
-        """Most elements of a row in one sum: two branches with experts."""
         return self.hidden * (2 if self.moe else 1)
 
     @property
     def embedding_scale(self) -> float:
-        """sqrt(hidden), rounded to the weight's dtype where it is used."""
         return math.sqrt(self.hidden)
 
 
 @dataclass(frozen=True)
 class KVGroup:
-    """A part of the KV cache: layers of one kind, with one pool, page table and allocator.
+    """Layers of one kind, with one pool, page table and allocator.
 
-    Pool of one layer and rank: `[pages, 2, kv_heads, page, head_dim]`, K at [:, 0], V at [:, 1].
-    `layers` own K and V, in the order of the pool's first axis. `window` None: full attention.
+    Pool of one layer and rank: `[pages, 2, kv_heads, page, head_dim]`, K at [:, 0], V at [:, 1]. `layers` own K and V, in the
+    pool's order. `window` None: full attention.
     """
 
     index: int
@@ -150,12 +143,12 @@ class KVGroup:
         return range(0 if self.window is None else max(0, start - self.window + 1) // self.page, -(-end // self.page))
 
     def worst_pages(self, tokens: int) -> int:
-        """Most pages of a sequence of `tokens` tokens that runs a token at a time."""
+        """Most pages of a sequence that runs a token at a time."""
         whole = -(-tokens // self.page)
         return whole if self.window is None else min(whole, (self.window - 2) // self.page + 2)
 
     def span_pages(self, length: int) -> int:
-        """Returns how many pages a chunk of `length` positions needs with its window, wherever it begins."""
+        """Pages that a chunk of `length` positions needs with its window, wherever it begins."""
         window = 0 if self.window is None else -(-(self.window - 1) // self.page)
         return (length - 2) // self.page + 2 + window
 
@@ -171,8 +164,7 @@ def shard_kv_heads(heads: int, kv_heads: int, tp: int, rank: int) -> range:
 
 
 def vocab_share(rows: int, tp: int) -> int:
-    """Rows of a vocabulary's table for each rank: an even share, else rounded up to whole cache
-    lines of logits."""
+    """Vocabulary rows for each rank: an even share, else rounded up to cache lines of logits."""
     return rows // tp if rows % tp == 0 else 32 * -(-rows // (32 * tp))
 
 
@@ -197,7 +189,7 @@ def check_tp(geometry: Geometry, tp: int) -> None:
 
 
 def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: PageDType = "bfloat16") -> tuple[KVGroup, ...]:
-    """A rank's KV groups: sliding, if there is one, then full."""
+    """Sliding, if there is one, then full."""
     check_tp(geometry, tp)
     groups: list[KVGroup] = []
     for kind in ("sliding", "full"):
@@ -246,7 +238,7 @@ def parse_config(config: JsonObject, source: str = "config.json") -> Geometry:
 
 @contextmanager
 def naming(source: str) -> Iterator[None]:
-    """Turn errors of a config into a CheckpointError that names source and key."""
+    """Config errors become a CheckpointError that names source and key."""
     try:
         yield
     except KeyError as error:
@@ -256,7 +248,7 @@ def naming(source: str) -> Iterator[None]:
 
 
 def _check_implemented(section: JsonObject, implemented: Implemented) -> None:
-    """ValueError names every key that asks for mathematics that is not implemented."""
+    """ValueError names every key whose value is not implemented."""
     if wrong := [
         f"{key} {section[key]!r} is not implemented, only {' or '.join(map(repr, values))}"
         for key, values in implemented.items()
@@ -326,7 +318,7 @@ def _layers(text: JsonObject) -> tuple[Layer, ...]:
 
 
 def _overrides(text: JsonObject, count: int) -> dict[int, JsonObject]:
-    """`per_layer_config` by layer. ValueError: not implemented a layer, or no such layer."""
+    """`per_layer_config` by layer. ValueError: not implemented, or no such layer."""
     overrides = {int(index): value for index, value in (text.get("per_layer_config") or {}).items()}
     for index, values in overrides.items():
         other = [key for key, value in values.items() if key not in _PER_LAYER and (key not in text or value != text[key])]
@@ -345,7 +337,7 @@ def _kinds(names: list[str], count: int) -> list[LayerKind]:
 
 
 def _heads(text: JsonObject, kind: LayerKind, override: JsonObject) -> tuple[int, int]:
-    """(head_dim, kv heads); the global KV-head count applies only with attention_k_eq_v."""
+    """The global KV-head count applies only with attention_k_eq_v."""
     head_dim: int = text.get("head_dim", _HEAD_DIM)
     kv_heads: int = text["num_key_value_heads"]
     if kind == "full":
@@ -367,5 +359,4 @@ def _rope(parameters: JsonObject, head_dim: int) -> Rope:
 
 
 def _placeholders(config: JsonObject) -> tuple[int, ...]:
-    """Ids that are embedded as pad in plain text."""
     return tuple(sorted(filter(None, {config.get(f"{kind}_token_id") for kind in ("image", "video", "audio")})))

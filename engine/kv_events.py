@@ -22,7 +22,7 @@ Extra = tuple[str, ...] | None
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True):
-    """Consecutive pages now cached. `extra_keys`: what each key is made of besides tokens."""
+    """Consecutive pages now cached. `extra_keys`: what keys contain besides tokens."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
@@ -44,8 +44,7 @@ class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
 
 
 class CacheEvents:
-    """Records what enters and leaves the cache. Prefixes may share sliding pages: one is removed
-    with the last."""
+    """Prefixes may share sliding pages: one is removed with the last."""
 
     def __init__(self) -> None:
         self._events: list[BlockStored | BlockRemoved] = []
@@ -80,7 +79,6 @@ class CacheEvents:
         )
 
     def removed(self, group: KVGroup, keys: list[bytes]) -> None:
-        """Each page is held once less."""
         kept = self._kept[group.index]
         gone = []
         for key in keys:
@@ -98,8 +96,7 @@ class CacheEvents:
 
 
 def _extra(index: int, page: int, keys: list[bytes], media: Items[MediaItem], salted: bool) -> Extra:
-    """Digests of the media in a page. A salted prefix's first page has its own key, so no other
-    prompt matches."""
+    """Digests of the media in a page. A salted prefix's first page adds its own key, so no other prompt matches."""
     digests = [item.digest.hex() for item in media if item.first < (index + 1) * page and item.end > index * page]
     if salted and index == 0:
         digests.append(keys[0].hex())

@@ -31,13 +31,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class BootArgs(FrozenStruct, kw_only=True):
-    """argv[1] of a child, as JSON: its record in the status block, the core's after the ranks', and the inherited
-    descriptors by purpose.
+    """argv[1] of a child, as JSON: descriptors by purpose; -1: absent.
 
-    `plan` is the ring core -> ranks, `masks` another for the masks of its steps, `media` for what they encode; `result` the ring
-    rank 0 -> core; `reduce` the CPU all-reduce memory; `front` the core's message socket; `adapters` a rank's
-    socket for `engine.adapter_commands`, -1: it has none; `store` a file for torch.distributed's rendezvous. `spin`: polls a ring
-    reader may make before it sleeps.
+    `result`: ring rank 0 -> core; `reduce`: memory of the CPU's collectives; `front`: the core's message socket; `adapters`: a
+    rank's socket for `engine.adapter_commands`; `store`: torch.distributed's rendezvous. `spin`: polls of a ring before a sleep.
     """
 
     index: int
@@ -65,19 +62,17 @@ class TaggedMessage(FrozenStruct, tag=True):
 
 
 class Configure(TaggedMessage):
-    """replica -> child, first message."""
-
     config: EngineConfig
 
 
 class Loaded(TaggedMessage):
-    """rank -> replica: weights are loaded; bytes left for KV pages."""
+    """Bytes left for KV pages."""
 
     kv_bytes: int
 
 
 class Allocate(TaggedMessage):
-    """replica -> ranks and core: pages of each KV group, null page included."""
+    """Null page included."""
 
     pages: tuple[int, ...]
 
@@ -86,7 +81,7 @@ Points = tuple[tuple[float, float], ...]  # ascending
 
 
 class StepTimes(FrozenStruct):
-    """Measured step times: (rows, milliseconds), ascending in rows."""
+    """(rows, milliseconds), ascending in rows."""
 
     decodes: Points  # steps of decode rows alone, with short contexts
     prefills: Points  # of prompt tokens alone
@@ -111,8 +106,7 @@ def _greatest(figures: Sequence[Any]) -> Any:
 
 
 class Ready(TaggedMessage):
-    """child -> replica: ready for the first plan. `note`: for the log; `fallbacks`: a sentence for
-    each."""
+    """Ready for the first plan. `note`: for the log; `fallbacks`: sentences."""
 
     note: str = ""
     step_times: StepTimes | None = None
@@ -120,13 +114,11 @@ class Ready(TaggedMessage):
 
 
 class RanksReady(TaggedMessage):
-    """replica -> core: every rank is ready."""
-
     step_times: StepTimes | None
 
 
 class Failed(TaggedMessage):
-    """child -> replica: it exits. `user`: the message is fit for the user (a QuartetError)."""
+    """The child exits. `user`: the message is fit for the user (a QuartetError)."""
 
     error: str
     user: bool
@@ -139,7 +131,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class BootSocket:
-    """One end of a lifeline as a sequence of messages; blocking, with the socket's timeout."""
+    """Blocking, with the socket's timeout."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -150,7 +142,7 @@ class BootSocket:
         self.sock.sendall(frame(_encode(message)))
 
     def receive(self) -> BootMessage | None:
-        """The next message; None when the other end is closed, even with unread data. TimeoutError."""
+        """None when the other end is closed, even with unread data. TimeoutError."""
         while not self._pending:
             try:
                 data = self.sock.recv(1 << 16)
@@ -163,7 +155,7 @@ class BootSocket:
 
 
 class Lifeline:
-    """A child's side: ends with the replica, sends heartbeats, takes part in the handshake."""
+    """A child's side: ends with the replica and sends heartbeats."""
 
     def __init__(self, args: BootArgs) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # sent when the thread that spawned us ends
@@ -207,8 +199,7 @@ class Lifeline:
 
 
 def run(body: Callable[[Lifeline], None]) -> NoReturn:
-    """Run a child: `body`, then exit code 0. An exception is reported to the replica, which ends
-    the group."""
+    """Run a child. An exception is reported to the replica, which ends the group."""
     lifeline = Lifeline(msgspec.json.decode(sys.argv[1], type=BootArgs))
     try:
         body(lifeline)

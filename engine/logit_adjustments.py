@@ -9,10 +9,7 @@ MAX_BAD_WORD_IDS = 1024  # of all its bad words together
 
 
 class LogitAdjustments(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Defaults change nothing.
-
-    presence_penalty, frequency_penalty  of generated ids
-    """
+    """Defaults change nothing. Presence and frequency are of generated ids."""
 
     repetition_penalty: float = 1.0  # of ids in the prompt or generated: 1 changes nothing
     presence_penalty: float = 0.0
@@ -26,7 +23,7 @@ class LogitAdjustments(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
 
     def excess(self) -> str | None:
-        """What exceeds the ranks' tables, in a sentence, or None."""
+        """What exceeds the ranks' tables, in a sentence."""
         counts = {
             "biased ids": (len(self.bias), MAX_BIAS_IDS),
             "allowed ids": (len(self.allowed_ids), MAX_ALLOWED_IDS),

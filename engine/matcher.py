@@ -1,7 +1,6 @@
 """Allowed next tokens by a grammar: llguidance over a checkpoint's vocabulary, with bounded cost.
 
-A grammar is llguidance's dialect of Lark, control tokens by id (`<[52]>`). Compiling takes a
-millisecond, a mask tens of microseconds.
+A grammar is llguidance's Lark, control tokens by id (`<[52]>`). Compiling takes a millisecond, a mask tens of microseconds.
 """
 
 import os
@@ -25,13 +24,13 @@ from engine.errors import CheckpointError, GenerationFailed
 from engine.pieces import Pieces, read_eos, read_tokenizer
 from engine.step_masks import allows, mask_words
 
-_POSITION = re.compile(r"(?:at )?\d+\(\d+\): ")  # in the whole grammar, of which a client wrote a part at most
+_POSITION = re.compile(r"(?:at )?\d+\(\d+\): ")  # a place in the whole grammar, of which a client wrote a part at most
 _DUMP = re.compile(r"\n\s*\d+ \| |\n?<state>")  # how the grammar's text, or the parser's state, begins where llguidance shows it
-_LONGEST = 300  # characters of what is wrong
+_LONGEST = 300  # characters of a complaint
 MAX_GRAMMAR_BYTES = 512 << 10
 _AHEAD_S = 0.002  # CPU time of a thread for masks after drafts: half a forward of 31B on four H200
 _MASKS_A_THREAD = 8  # at least: waking one takes as long as making some
-_LIMITS = LLParserLimits(  # what is made of a grammar while replies go on is kept: 50 MB of 50 000 states
+_LIMITS = LLParserLimits(  # lexer states made during replies are kept: 50 000 take 50 MB
     max_items_in_row=2000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000, max_lexer_states=50_000
 )
 # llguidance compiles by recursion, and an overflow of the stack ends the process. The check of a grammar has less of everything
@@ -41,7 +40,7 @@ CHECK_STACK_BYTES = 8 << 20
 _CHECK_LIMITS = LLParserLimits(
     max_items_in_row=1500, initial_lexer_fuel=750_000, step_lexer_fuel=100_000, step_max_items=25_000, max_lexer_states=25_000
 )
-_WALKS = 20  # of a check, through a grammar: at most so many, of so many tokens each, and together
+_WALKS = 20  # of a check: most walks through a grammar, then most tokens of each, and of all
 _WALK_TOKENS = 100
 _ALL_WALKS_TOKENS = 250
 _CHECK_S = 1.0  # of CPU, after which a check walks no further: one whose masks are slow is no error
@@ -49,7 +48,6 @@ _CLOSERS = frozenset(b'"}],:')  # tokens that begin with one of these lead out o
 
 
 def threads(most: int) -> int:
-    """Threads that compile grammars or make masks: a quarter of the cores, at most `most`."""
     return max(1, min(most, (os.cpu_count() or 1) // 4))
 
 
@@ -66,16 +64,15 @@ def compile_stack(size: int = COMPILE_STACK_BYTES) -> Iterator[None]:
 
 
 class Vocabulary:
-    """A tokenizer's pieces for llguidance, for a model of `size` ids, `ends` among them.
-
-    CheckpointError: no end id. Takes a second or two at 262 144 pieces.
+    """A tokenizer's pieces for llguidance, for a model of `size` ids, `ends` among them. CheckpointError: no end id. Takes a
+    second or two at 262 144 pieces.
     """
 
     def __init__(self, pieces: Pieces, ends: Sequence[int], size: int) -> None:
         if not ends:
             raise CheckpointError("no file names the ids that end a reply")
         self.size = size
-        self._threads = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="masks")  # llguidance leaves the interpreter to others
+        self._threads = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="masks")  # llguidance releases the GIL
         table = [pieces.bytes_of(token) if token < len(pieces.table) else b"" for token in range(size)]
         special = sorted(token for token in pieces.special if token < size)
         closers = [token for token, piece in enumerate(table) if piece[:1] and piece[0] in _CLOSERS]
@@ -89,8 +86,8 @@ class Vocabulary:
         return cls(Pieces.of(read_tokenizer(folder)), read_eos(folder), read_model(folder).vocab)
 
     def complaint(self, grammar: str) -> str | None:
-        """What of the grammar cannot be kept, in a sentence; None: random replies met no error, with less fuel than the core
-        gives them. It walks at most some 300 masks, in _CHECK_S.
+        """What is wrong with the grammar, in a sentence; None: random replies met no error, with less fuel than the core gives.
+        Walks at most some 300 masks.
         """
         ends = time.thread_time() + _CHECK_S
         try:
@@ -110,8 +107,8 @@ class Vocabulary:
         return Matcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits), self.size)
 
     def _walk(self, matcher: "Matcher", rng: random.Random, ends: float) -> int:
-        """Write random tokens that the grammar allows, half of them such that end something, until `ends` by the clock of this
-        thread; returns how many. GenerationFailed: none is allowed."""
+        """Consume random allowed tokens, half of them such that end something, until `ends` by this thread's clock; returns their
+        number."""
         for count in range(_WALK_TOKENS):
             allowed = matcher.mask()
             closers = allowed & self._closers
@@ -145,8 +142,7 @@ def _fill(matchers: Sequence["Matcher"], drafts: Sequence[Sequence[int]], masks:
 
 
 class Matcher:
-    """One reply's state in its grammar. `mask_s`: CPU seconds of its last mask. `frees`: any token
-    may follow its end."""
+    """`mask_s`: CPU seconds of its last mask. `frees`: any token may follow the grammar's end."""
 
     def __init__(self, matcher: LLMatcher, size: int, *, frees: bool = False) -> None:
         self.inner = matcher
@@ -157,12 +153,10 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """Whether the reply may end here."""
         return self.inner.is_accepting()
 
     def mask(self) -> np.ndarray:
-        """int32 [words], a bit a token id, lowest first; an end id where the reply may end.
-        GenerationFailed: no token is allowed."""
+        """int32 [words], a bit a token id; an end id where the reply may end. GenerationFailed: no token is allowed."""
         bits = np.zeros(mask_words(self._size), np.int32)
         self.fill(bits)
         self.check(bits)
@@ -196,11 +190,11 @@ class Matcher:
             raise GenerationFailed("no token of this model can go on as the grammar wants")
 
     def fresh(self, *, frees: bool) -> "Matcher":
-        """A copy at the beginning of the grammar, where this one must be."""
+        """A copy. This one must be at the beginning."""
         return Matcher(self.inner.deep_copy(), self._size, frees=frees)
 
     def consume(self, token: int) -> None:
-        """Advance by a sampled token. GenerationFailed if its mask forbids it."""
+        """GenerationFailed if the token's mask forbids it."""
         self.inner.consume_token(token)
         self._check()
 
@@ -210,7 +204,6 @@ class Matcher:
 
 
 def _bits_of(tokens: Sequence[int], size: int) -> np.ndarray:
-    """A mask of these tokens, int32 [words]."""
     flags = np.zeros(32 * mask_words(size), np.uint8)
     flags[np.asarray(tokens, np.int64)] = 1
     return np.packbits(flags, bitorder="little").view(np.int32)

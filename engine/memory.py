@@ -14,8 +14,8 @@ from engine.quantisation import read_quantisation
 from engine.step_shapes import buckets, sequence_rows
 from engine.vision_geometry import CELL, LARGEST_PICTURE, SIDE
 
-PIECE_LOGITS = 1 << 24  # of a rank's share, fp32: so many are worked on at once where rows are filtered, or report logprobs
-PIECES = 5  # tensors of so many logits that are alive there at once: the rows', sent ones, received ones, scaled ones, padding
+PIECE_LOGITS = 1 << 24  # logits of a rank's share, fp32, that filters and logprobs process at once
+PIECES = 5  # tensors of PIECE_LOGITS logits alive at once: the rows', sent, received, scaled, padding
 CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
 INBOX_BUFFERS = 5  # parts that may wait to be read: `kernels.fused_allreduce_norm.BUFFERS`
 INBOX_BYTES = 512 << 20  # that a rank's inboxes for all-reduces may take; sums of more rows are collectives
@@ -34,8 +34,7 @@ def kv_budget(config: EngineConfig, total: int, used: int) -> int:
 
 
 def reserved_bytes(config: EngineConfig) -> int:
-    """Returns the bytes that a rank takes on a GPU once its pools are sized: for sampling, for encoders, and for products of many
-    rows with int4 weights."""
+    """What a rank takes on a GPU after its pools are sized: for sampling, encoders, and unpacked int4 weights."""
     sampling = sampling_bytes(config.max_seqs, config.geometry.vocab, config.tp, config.widest) + unpacked_bytes(config)
     encoders = config.media.values()
     activations = max((encoder_row_bytes(encoder, ITEMSIZE[config.dtype]) for encoder in encoders), default=0)
@@ -44,8 +43,8 @@ def reserved_bytes(config: EngineConfig) -> int:
 
 
 def unpacked_bytes(config: EngineConfig) -> int:
-    """Returns the bytes of the largest int4 matrix in the dtype of activations: products of many rows make one at a time. Experts
-    are read as they are stored."""
+    """The largest int4 matrix in the dtype of activations, since products of many rows unpack one at a time. Experts are not
+    unpacked."""
     if "int4" not in read_quantisation(Path(config.model), config.weights).name:
         return 0
     geometry = config.geometry
@@ -80,7 +79,7 @@ def exchange_bytes(config: EngineConfig, geometry: Geometry) -> int:
 
 
 def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
-    """Peak bytes of a soft token in an encoder, in fp32."""
+    """Peak of a soft token, in fp32."""
     if isinstance(encoder, AudioGeometry):
         return 4 * encoder.features * (encoder.unified or 4) + 4 * encoder.hidden * (3 * encoder.reach + 8) * (not encoder.unified)
     width = 4 * (encoder.hidden + encoder.layers[0].intermediate) * itemsize + 8 * encoder.hidden
@@ -88,15 +87,14 @@ def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
 
 
 def sampling_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
-    """`adjustment_bytes`; three copies of a step's logits, `width` rows a sequence (captured,
-    eager, and originals for logprobs); PIECES of logits."""
+    """`adjustment_bytes`; three copies of a step's logits, `width` rows a sequence (captured, eager, originals for logprobs);
+    PIECES of logits."""
     logits = 4 * buckets(max_seqs)[-1] * width * vocab_share(vocab, tp)
     return adjustment_bytes(max_seqs, vocab, tp, width) + 3 * logits + 4 * PIECES * PIECE_LOGITS
 
 
 def adjustment_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
-    """Bytes of the tables of adjusted logits, of all slots and the padding's
-    (`kernels.sampling_batch.SlotAdjustments`)."""
+    """`kernels.sampling_batch.SlotAdjustments`."""
     share = vocab_share(vocab, tp)
     words = max(((rank + 1) * share - 1 >> 5) - (rank * share >> 5) + 1 for rank in range(tp))
     counts, masks = 2 * share, (1 + width) * 4 * words  # a count of each id; what may come always, and at each token of a step
@@ -104,8 +102,7 @@ def adjustment_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
 
 
 def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
-    """Pages of each KV group: as configured, else what fits `kv_bytes`, the least of any rank.
-    ConfigError: too little."""
+    """Pages as configured, else what fits `kv_bytes`, the least of any rank. ConfigError: too little."""
     if kv_bytes < 0:
         raise ConfigError(
             f"weights do not fit: they, and what is reserved for sampling and encoders, take {-kv_bytes / 2**30:.2f} GiB more of a "
@@ -120,16 +117,15 @@ def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
 
 
 def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int]) -> int:
-    """Tokens of the longest sequence that the pools hold alone. Full attention decides. The last
-    token needs no page."""
+    """Tokens of the longest sequence that the pools hold alone: full attention decides; the last token needs no page."""
     return (pages[-1] - 1) * groups[-1].page + 1
 
 
 def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available: int) -> tuple[int, ...]:
-    """Pages of each group, null page included, for one rank. ConfigError with the numbers.
+    """Pages of each group on one rank, null page included. ConfigError with the numbers.
 
-    A sliding group gets what all slots and plans in flight can hold, and a window for each cached
-    conversation; a full group the rest, at most `max_seqs` sequences of `max_len`.
+    A sliding group gets what all slots and plans in flight can hold, and a window for each cached conversation; a full group the
+    rest, at most `max_seqs` sequences of `max_len`.
     """
     *sliding, full = groups
     spent = sum(_sliding_pages(group, config) * group.page_bytes for group in sliding)
@@ -151,8 +147,8 @@ def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available:
 
 
 def _sliding_pages(group: KVGroup, config: EngineConfig) -> int:
-    """Returns the pages of a sliding group for the windows of all slots, the prompts of the plans that are out (held until their
-    results are in), and the null page; never fewer than the largest picture takes."""
+    """Pages for the windows of all slots, prompts of plans in flight (held until their results are in), and the null page; never
+    fewer than the largest picture takes."""
     assert group.window is not None
     window = -(-(group.window + 1) // group.page) + 1
     limit = config.max_seqs * -(-config.max_len // group.page) + 1

@@ -19,7 +19,7 @@ _DECODERS = ["Replace", "ByteFallback", "Fuse"]
 
 @dataclass(frozen=True)
 class Pieces:
-    """The vocabulary as output: per id its text, or one byte. `special`: control tokens."""
+    """Per id its text, or one byte. `special`: control tokens."""
 
     table: tuple[str | bytes, ...]
     special: frozenset[int]
@@ -36,7 +36,7 @@ class Pieces:
         return cls(tuple(table), frozenset(control_ids(tokenizer).values()))
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The UTF-8 bytes of one token; a byte piece need not be valid UTF-8."""
+        """A byte piece need not be valid UTF-8."""
         piece = self[token_id]
         return piece if isinstance(piece, bytes) else piece.encode()
 
@@ -56,8 +56,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def control_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Control tokens, name -> id: added special tokens, and those of their form (<|x>, <x|>,
-    <|x|>)."""
+    """Control tokens by name: added special tokens, and those of their form (<|x>, <x|>, <|x|>)."""
     added = tokenizer.get_added_tokens_decoder().items()
     control = {t.content: number for number, t in added if t.special or _CONTROL_SHAPE.fullmatch(t.content)}
     if not control or min(map(len, control)) == 1:
@@ -66,7 +65,7 @@ def control_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def as_plain(tokenizer: Tokenizer, control: Mapping[str, int]) -> Tokenizer:
-    """The tokenizer, reading control tokens as plain text; texts are cut at them before."""
+    """Reads control tokens as plain text; texts must be cut at them before."""
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in control])
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -75,7 +74,7 @@ def as_plain(tokenizer: Tokenizer, control: Mapping[str, int]) -> Tokenizer:
 
 
 def _space_symbol(tokenizer: Tokenizer) -> str:
-    """The symbol for a space, after checking that `Detokenizer` implements the decoder chain."""
+    """Checks that `Detokenizer` implements the decoder chain."""
     state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
     chain = state.get("decoders", [])
     replace = chain[0] if [step.get("type") for step in chain] == _DECODERS else {}
@@ -86,7 +85,7 @@ def _space_symbol(tokenizer: Tokenizer) -> str:
 
 
 def read_eos(folder: Path) -> tuple[int, ...]:
-    """The ids that end a reply, perhaps none. CheckpointError: outside the model's vocabulary."""
+    """The ids that end a reply, perhaps none. CheckpointError: outside the vocabulary."""
     config = read_optional(folder / "config.json")
     for source in (generation_config(folder), config, config.get("text_config") or {}):
         if ids := token_ids(folder, "eos_token_id", source.get("eos_token_id")):

@@ -1,7 +1,6 @@
 """StepPlan (core -> ranks) and StepResult (rank 0 -> core), and their bytes.
 
-Little-endian; header and fixed-width sections are one run of int32 that a rank copies to its
-device.
+Little-endian; header and fixed-width sections are one run of int32 that a rank copies to its device.
 
     StepPlan    header [16] | rows [n,3] | chunks [n,6] | appends [n,4] | releases [n,4] | zeros [n,2] | spans [n,2] | encodes [n,4]
                 | admissions, msgpack
@@ -9,17 +8,16 @@ device.
 
     plan header, int32: 0, flags, step (two words), rows of each section, bytes of admissions; drafts; 0 ...
     rows      slot, width, flags       decode rows: the next token and width - 1 drafts
-    chunks    slot, start, end, first_logit, first span, spans       positions [start, end) of a prompt, of which those from
-              first_logit on want logits (none, if it is end); the last one's give the token at `end`
-    appends   group, slot, entry, page          that entry of the slot's table row in the group becomes `page`
-    releases  group, slot, first, count         entries [first, first + count) there become the null page
-    zeros     group, page                       a page to be zeroed before the step writes to it
+    chunks    slot, start, end, first_logit, first span, spans       positions [start, end) of a prompt; logits from first_logit on,
+              the last one's give the token at `end`
+    appends   group, slot, entry, page          an entry of the slot's table row becomes `page`
+    releases  group, slot, first, count         entries [first, first + count) become the null page
+    zeros     group, page                       zeroed before the step writes to it
     spans     begin, end                        positions of a chunk that attend bidirectionally
-    encodes   slot, first position, rows, item  a media item to encode
+    encodes   slot, first position, rows, item
     table     slot, number & NUMBER_MASK, tokens given, flags, W tokens, D new drafts, if the plan is masked
 
-A plan is a diff: releases, admissions (which clear table rows), appends and zeros, then one
-forward.
+A plan is a diff: releases, admissions (which clear table rows), appends and zeros, then one forward.
 """
 
 import struct
@@ -43,12 +41,12 @@ from engine.protocol import (
 )
 
 T = TypeVar("T")
-Section = list[tuple[int, ...]]  # of a plan: rows of as many numbers as SECTIONS says
+Section = list[tuple[int, ...]]  # of a plan: rows of SECTIONS[name] numbers
 
 # Kernels get those of these numbers that they need as constexprs.
 HEADER = 16  # int32 of a plan's header
 STEP = 2  # index in the header of the step's low word
-COUNTS = 4  # index in the header of the number of rows of the first section; then come the others', and the bytes of admissions
+COUNTS = 4  # index in the header of the first section's row count; the other sections' and the bytes of admissions follow
 SECTIONS = {"rows": 3, "chunks": 6, "appends": 4, "releases": 4, "zeros": 2, "spans": 2, "encodes": 4}  # in order: int32 of a row
 RESULT_HEAD = 4  # int32 of a result's row in front of its tokens
 DEPTH = 2  # plans out at a time: one running, one queued
@@ -73,17 +71,14 @@ NUMBER_MASK = 0x7FFFFFFF  # of an admission's number, what a result row carries
 
 
 def in_result_order(chunks: Iterable[T], rows: Iterable[T]) -> list[T]:
-    """The order of a result's rows: chunks that give a token, then decode rows."""
     return [*chunks, *rows]
 
 
 class Admission(NamedTuple):
-    """A sequence takes `slot`: all its tokens so far (after a preemption also generated ones) and how it samples. One whose rows in
-    flight are dropped takes its own slot again, with the pages that it has.
+    """A sequence takes `slot`. One whose rows in flight are dropped takes its own slot again, with its pages.
 
-    `number` grows with every admission, so that a result can be told from one of the slot's last sequence. `prompt` is the
-    length of the prompt proper; `params.min_tokens` counts from there. `cached`: positions whose K and V its pages hold already.
-    `tokens` may be any sequence of integers; a rank reads it as an int32 array. `adapter`: its slot (`AdapterSlots`).
+    `number` tells a result from one of the slot's last sequence. A rank reads `tokens` as an int32 array. `adapter`: its slot
+    (`AdapterSlots`).
     """
 
     slot: int
@@ -121,7 +116,7 @@ class StepPlan(msgspec.Struct):
 
 
 class PlanView(NamedTuple):
-    """A plan as a rank reads it: sections are int32 [n, numbers of a row] over the record's bytes."""
+    """Sections are int32 [n, numbers of a row] over the record's bytes."""
 
     step: int
     masked: bool
@@ -146,8 +141,7 @@ class PlanView(NamedTuple):
 
 
 class ResultRow(NamedTuple):
-    """One result row. Without tokens nothing was sampled: `nan`, the logits had NaN; `empty`, every
-    id was forbidden."""
+    """Without tokens nothing was sampled: `nan`, the logits had NaN; `empty`, every id was forbidden."""
 
     slot: int
     number: int
@@ -158,8 +152,6 @@ class ResultRow(NamedTuple):
 
 
 class PromptRow(NamedTuple):
-    """Prompt logprobs of a chunk; `number` as in a result row."""
-
     slot: int
     number: int
     logprobs: PromptLogprobs
@@ -175,8 +167,6 @@ def has_numbers(logprobs: PromptLogprobs) -> bool:
 
 
 class StepResult(NamedTuple):
-    """Rank 0 -> core, one for every plan, in order."""
-
     step: int
     table: np.ndarray  # int32 [n, 4 + W + D], in the order of result rows
     logprobs: Mapping[int, Sequence[Logprobs]]  # of rows that report them, one a token
@@ -195,7 +185,6 @@ class StepResult(NamedTuple):
 
 
 def single_rows(slots: Iterable[int]) -> Section:
-    """Decode rows of one token each."""
     return [(slot, 1, 0) for slot in slots]
 
 
@@ -214,7 +203,7 @@ def _packed(section: Section) -> bytes:
 
 
 def largest_plan(seqs: int, max_len: int, budget: int, page: int, groups: int, *, width: int) -> int:
-    """Upper bound of a plan's bytes; each prompt token may be a media item with a span."""
+    """Upper bound of bytes; each prompt token may be a media item with a span."""
     budget = max(budget, MAX_SPAN)
     admission = max_len + MAX_PARAMS + 4 * groups * (max_len // page + 1)
     held = most_appends(seqs, budget, page, groups, width)
@@ -223,12 +212,12 @@ def largest_plan(seqs: int, max_len: int, budget: int, page: int, groups: int, *
 
 
 def most_appends(seqs: int, budget: int, page: int, groups: int, width: int) -> int:
-    """Upper bound of appended pages for rows and chunks; an admission's are counted with it."""
+    """Upper bound for rows and chunks; an admission's are counted with it."""
     return groups * (budget // page + seqs * -(-width // page))
 
 
 def largest_result(seqs: int, width: int) -> int:
-    """Upper bound of a result's bytes, all tokens with logprobs."""
+    """Upper bound of bytes, all tokens with logprobs."""
     tokens = width * (8 + _LOGPROBS_BYTES)
     rows = seqs * (4 * RESULT_HEAD + tokens + _LOGPROBS_ROW_BYTES + PROMPT_ROW_BYTES)
     return _RESULT.size + rows + MAX_SCORED * token_bytes(MAX_ALTERNATIVES)
@@ -246,7 +235,7 @@ def read_header(data: bytes) -> tuple[bool, bool]:
 
 
 def read_plan(data: bytes) -> PlanView:
-    """Read a plan in place. ValueError: wrong length."""
+    """Reads in place. ValueError: wrong length."""
     flags, step, *counts, size, drafts = _PLAN.unpack_from(data)
     sections, end = {}, HEADER
     for (name, width), count in zip(SECTIONS.items(), counts, strict=True):
@@ -284,12 +273,11 @@ def encode_rows(
 
 
 def with_time(result: bytes, took_us: int) -> bytes:
-    """The result with its step's time, which replays lack."""
     return struct.pack("<I", took_us) + result[4:]
 
 
 def decode_result(data: bytes) -> StepResult:
-    """Read a result in place. Raises for a wrong length."""
+    """Reads in place. Raises for a wrong length."""
     took_us, step, n_rows, width, ended = _RESULT.unpack_from(data)
     columns = RESULT_HEAD + width
     table = np.frombuffer(data, np.int32, n_rows * columns, _RESULT.size).reshape(n_rows, columns)

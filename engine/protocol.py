@@ -58,7 +58,7 @@ class ThoughtBudget(FrozenStruct):
 
 
 class SamplingParams(FrozenStruct, kw_only=True, omit_defaults=True):
-    """How one request samples; validated at the edge, with the seed resolved."""
+    """Validated at the edge, with the seed resolved."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -93,8 +93,7 @@ class MediaItem(FrozenStruct):
 
     @property
     def runs(self) -> Spans:
-        """Positions [begin, end) of the encoder's rows, in order; a video has text between its
-        frames."""
+        """Positions [begin, end) of the encoder's rows; a video has text between frames."""
         return self.spans or ((self.first, self.end),)
 
     @property
@@ -103,12 +102,11 @@ class MediaItem(FrozenStruct):
 
 
 class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
-    """Front -> core: generate from `prompt` (token ids, int32). `id` is the front's own and returns in every TokenBatch entry.
+    """Front -> core. `id` is the front's own and returns in every TokenBatch entry.
 
-    `clip`: max_tokens was a default, so it may be lowered to what fits instead of refusing. `salt`: only requests of the same salt
-    share cached prefixes. `priority`: lower ones are served first. `adapter`: its id, -1: none; those of the settings count from 0.
-    `client`: whose request it is, as clients take turns.
-    `media`: in the order of their positions; their data have come before, as `sent_media`, or (0) they have them.
+    `prompt`: token ids, int32. `clip`: max_tokens was a default and may be lowered to what fits. `salt`: only requests of the
+    same salt share cached prefixes. `priority`: lower is served first. `client`: for turns. `media`: in the order of positions;
+    their data came as `sent_media`, or (0) are included.
     """
 
     id: int
@@ -129,7 +127,7 @@ class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
 
 
 class MediaPiece(FrozenStruct, tag="media_piece"):
-    """Front -> core: more data of the media sent as `id`, item by item. `is_last`: of its item."""
+    """More data of the media sent as `id`, item by item. `is_last`: of its item."""
 
     id: int
     data: bytes
@@ -137,28 +135,26 @@ class MediaPiece(FrozenStruct, tag="media_piece"):
 
 
 class MediaEnd(FrozenStruct, tag="media_end"):
-    """Front -> core: no further request has the media sent as `id`."""
+    """No further request has the media sent as `id`."""
 
     id: int
 
 
 class Abort(FrozenStruct, tag="abort"):
-    """Front -> core: end request `id`. Idempotent; unknown ids are ignored."""
+    """End request `id`. Idempotent; unknown ids are ignored."""
 
     id: int
     reason: AbortReason
 
 
 class Control(FrozenStruct, tag="control"):
-    """Front -> core: `stop` after the plan in flight; `report` asks for an empty TokenBatch with
-    load figures."""
+    """`stop` after the plan in flight; `report` asks for an empty TokenBatch with load figures."""
 
     action: Literal["stop", "report"]
 
 
 class AdapterChange(FrozenStruct, tag="adapter"):
-    """Front -> core: what every rank has done with an adapter, or `remove`: no new request may have it. `id`: the adapter's own,
-    never used again."""
+    """What every rank has done with an adapter, or `remove`: no new request may have it. `id` is never used twice."""
 
     action: Literal["add", "placed", "remove"]
     id: int
@@ -172,11 +168,10 @@ class Logprobs(FrozenStruct, array_like=True):
 
 
 class PromptLogprobs(FrozenStruct, array_like=True):
-    """Logprobs of prompt tokens at positions first, first + 1, ...: natural log, fp32, of capped
-    logits.
+    """Logprobs of prompt tokens from position `first` on: natural log, fp32, of capped logits.
 
-    words: little-endian, four bytes each, a token: logprob; rank, 1 for the likeliest; the most
-    likely ids, best first; their logprobs.
+    words: little-endian, four bytes each, a token: logprob; rank, 1 for the likeliest; the most likely ids, best first; their
+    logprobs.
     """
 
     first: int
@@ -188,18 +183,15 @@ class PromptLogprobs(FrozenStruct, array_like=True):
         return len(self.words) // token_bytes(self.alternatives)
 
     def entries(self) -> list[tuple[int, Logprobs]]:
-        """Rank and logprobs of each token."""
         count = self.alternatives
         rows = struct.iter_unpack(f"<fi{count}i{count}f", self.words)
         return [(rank, Logprobs(chosen, list(zip(top[:count], top[count:], strict=True)))) for chosen, rank, *top in rows]
 
     def after(self, position: int) -> "PromptLogprobs":
-        """The part after `position`."""
         skipped = max(0, position + 1 - self.first)
         return PromptLogprobs(self.first + skipped, self.alternatives, self.words[skipped * token_bytes(self.alternatives) :])
 
     def cut(self, tokens: int) -> "list[PromptLogprobs]":
-        """Pieces of at most `tokens` tokens."""
         size = tokens * token_bytes(self.alternatives)
         pieces = [self.words[start : start + size] for start in range(0, len(self.words), size)]
         return [PromptLogprobs(self.first + tokens * index, self.alternatives, words) for index, words in enumerate(pieces)]
@@ -213,12 +205,11 @@ OVERLOADED = "overloaded"  # the code of an error that is only of now
 
 
 class Output(FrozenStruct, omit_defaults=True, gc=False):
-    """What a step gave a request. With `finish`, the request has ended and this is its last entry.
+    """What a step gave a request; with `finish`, the last.
 
-    `cached`, with its first tokens: how many of its prompt's were found in the prefix cache when it was first scheduled.
-    `accepted` of its tokens were drafts, and `rejected` drafts were not among them.
-    `prompt_logprobs` come before the first tokens, in the prompt's order, none twice. `error` is a sentence for the client, with
-    `invalid` set when the request itself was at fault, and then perhaps OpenAI's short `code`; OVERLOADED: it may come again.
+    `cached`, with the first tokens: prompt tokens found in the prefix cache. `accepted`: tokens that were drafts; `rejected`:
+    other drafts. `prompt_logprobs` come before the first tokens, in order. `error` is a sentence for the client; `invalid`: the
+    request was at fault; `code`: OpenAI's, or OVERLOADED: it may come again.
     """
 
     id: int
@@ -235,8 +226,6 @@ class Output(FrozenStruct, omit_defaults=True, gc=False):
 
 
 class PoolLoad(FrozenStruct):
-    """Pages of one KV group."""
-
     group: str
     total: int
     used: int
@@ -244,7 +233,6 @@ class PoolLoad(FrozenStruct):
 
     @property
     def usage(self) -> float:
-        """Share in use; 0 without pages."""
         return self.used / self.total if self.total else 0.0
 
 
@@ -255,8 +243,6 @@ class DraftPosition(FrozenStruct):
 
 
 class DraftSwitches(FrozenStruct):
-    """Changes of the draft length for one reason."""
-
     cause: str
     count: int
 
@@ -278,8 +264,7 @@ class Counters(msgspec.Struct):
 
 
 class Load(Counters, kw_only=True):
-    """The core's figures, sent with outputs, admissions, and on request; `step` is the last with a
-    result."""
+    """Sent with outputs, admissions, and on request; `step` is the last with a result."""
 
     step: int
     waiting: int
@@ -311,7 +296,7 @@ class Load(Counters, kw_only=True):
 
 
 class AdapterOrders(msgspec.Struct):
-    """What the ranks are to do: copy adapters to slots of the device, (id, slot) each; forget adapters."""
+    """What the ranks must do: copy adapters to device slots, (id, slot) each; forget adapters."""
 
     places: list[tuple[int, int]] = []
     drops: list[int] = []
@@ -321,8 +306,7 @@ class AdapterOrders(msgspec.Struct):
 
 
 class TokenBatch(FrozenStruct, kw_only=True):
-    """Core -> front: the outputs since the last one, the requests that were scheduled for the first time, what ranks are to do with
-    adapters, the load figures."""
+    """Core -> front, since the last batch. `started`: requests that were scheduled for the first time."""
 
     outputs: list[Output]
     started: list[int] = []
@@ -338,7 +322,7 @@ decode_token_batch = msgspec.msgpack.Decoder(TokenBatch).decode
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
-    """Token ids as int32, little-endian. OverflowError or TypeError: not an int32."""
+    """int32, little-endian. OverflowError or TypeError: not an int32."""
     return array("i", tokens).tobytes()
 
 
@@ -350,8 +334,6 @@ def frame(message: bytes) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into messages."""
-
     def __init__(self) -> None:
         self._buffer = bytearray()
 

@@ -26,8 +26,6 @@ _IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert")  # lists of p
 
 @dataclass(frozen=True)
 class Quantisation:
-    """A format for each matrix of a checkpoint."""
-
     groups: Groups = ()  # targets (names, `re:` patterns, `*`, or `Linear` for all) and the format of their matrices
     ignored: tuple[str, ...] = ()  # names and patterns of plain matrices
     fused: bool = True  # a layer's experts are one tensor, else one each
@@ -36,7 +34,6 @@ class Quantisation:
 
     @property
     def name(self) -> str:
-        """Format names of FORMATS, or `plain`."""
         held = {weights.weight for _, weights in self.groups}
         return ", ".join(name for name, formats in FORMATS.items() if formats[0].weight in held) or "plain"
 
@@ -47,12 +44,11 @@ class Quantisation:
         return next((weights for targets, weights in self.groups if _ALL in targets or _names(targets, matrix)), PLAIN)
 
     def is_unused(self, name: str) -> bool:
-        """Whether it is a scale of KV pages, or of a quantised matrix's activations."""
+        """A scale of KV pages, or of a quantised matrix's activations."""
         matrix = _INPUT_SCALE.fullmatch(name)
         return KV_SCALE.fullmatch(name) is not None or (matrix is not None and self.format_of(matrix[1]) is not PLAIN)
 
     def drawn(self) -> "Quantisation":
-        """The formats of a random checkpoint."""
         return replace(self, groups=tuple((targets, weights.drawn()) for targets, weights in self.groups))
 
 
@@ -86,7 +82,6 @@ def read_quantisation(folder: Path, setting: str = "auto") -> Quantisation:
 
 
 def _kv_format(settings: JsonObject) -> str:
-    """What the folder asks for."""
     asked = settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo") or ""
     return _scheme(asked) if isinstance(asked, dict) else str(asked)
 
@@ -111,7 +106,6 @@ def _format(folder: Path, scheme: str, setting: str) -> WeightFormat:
 
 
 def _settings(folder: Path, config: JsonObject) -> JsonObject:
-    """The folder's quantisation settings."""
     said = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if said is None and (modelopt := read_optional(folder / "hf_quant_config.json")):
         said = {"quant_method": "modelopt", **(modelopt.get("quantization") or {})}
@@ -143,8 +137,7 @@ def _schemes(settings: JsonObject) -> Iterable[tuple[tuple[str, ...], str]]:
 
 
 def _scheme(numbers: JsonObject) -> str:
-    """A scheme in words: `8-bit float channel`, `4-bit int group of 32 asymmetric`, `8-bit float
-    token dynamic`."""
+    """A scheme in words: `8-bit float channel`, `4-bit int group of 32 asymmetric`."""
     strategy = numbers.get("strategy") or ("group" if numbers.get("group_size") else "tensor")  # the defaults of compressed-tensors
     words = [f"{numbers.get('num_bits')}-bit", str(numbers.get("type")), strategy]
     if numbers.get("group_size") and strategy in ("group", "tensor_group"):

@@ -10,7 +10,7 @@ _LOW = 0xFFFFFFFF
 
 
 class EncoderFigures(NamedTuple):
-    """A rank's encoders since boot."""
+    """Figures of a rank since boot."""
 
     us: int = 0  # microseconds in them
     images: int = 0  # encoded by the group, as are `frames` and `clips`
@@ -45,10 +45,10 @@ class RankStatus(NamedTuple):
 
 
 class StatusBlock:
-    """The shared records: index 0..tp-1 the ranks, tp the core.
+    """Index 0..tp-1: the ranks, tp: the core.
 
-    Fields are parts of 8-byte words, loaded and stored at once: struct works byte by byte, so
-    readers would see halves. A hash shares a word with its step.
+    Fields are parts of 8-byte words, loaded and stored at once: struct works byte by byte, so readers would see halves. A hash
+    shares a word with its step.
     """
 
     def __init__(self, buffer: memoryview) -> None:
@@ -73,13 +73,12 @@ class StatusBlock:
         record[4], record[5], record[6] = busy_us, idle_us, late_compilations
 
     def encoder(self, index: int, figures: EncoderFigures) -> None:
-        """Main thread."""
         record = self._record(index)
         for at, value in enumerate(figures, _ENCODER):
             record[at] = value
 
     def heartbeat(self, index: int, now_ns: int) -> None:
-        """Lifeline thread."""
+        """Called by the lifeline thread."""
         self._record(index)[3] = now_ns
 
     def _record(self, index: int) -> memoryview:

@@ -1,7 +1,7 @@
 """Masks of a step's masked rows: core -> ranks, in their own ring, a record for each `masked` plan.
 
-A record may come before its plan, or during the step's forward. A missing row is free. A slot has a
-mask for its next token, then one after each draft; a last one of zeros ends the row.
+A record may come before its plan, or during the step's forward. A row without a mask is free. A slot has a mask for its next
+token, then one after each draft; a last one of zeros ends the row.
 
     StepMasks   step u64, n u32, words u32 | slots int32 [n] | bits int32 [n, words]          little-endian
 """
@@ -24,24 +24,20 @@ class StepMasks(NamedTuple):
 
 
 def mask_words(vocabulary: int) -> int:
-    """int32 words of one mask."""
     return -(-vocabulary // 32)
 
 
 def only(token: int, vocabulary: int) -> np.ndarray:
-    """int32 [words] that allows only `token`."""
     bits = np.zeros(mask_words(vocabulary), np.uint32)
     bits[token // 32] = 1 << token % 32
     return bits.view(np.int32)
 
 
 def allows(bits: np.ndarray, token: int) -> bool:
-    """Whether the mask `bits`, int32 [words], allows `token`."""
     return bool(bits[token // 32] >> token % 32 & 1)
 
 
 def masks_capacity(count: int, vocabulary: int) -> int:
-    """Ring bytes for records of `count` masks."""
     return max(RING_BYTES, capacity_for(_HEADER.size + 4 * count * (1 + mask_words(vocabulary))))
 
 
@@ -51,7 +47,7 @@ def encode_masks(step: int, masks: Mapping[int, np.ndarray], words: int) -> byte
 
 
 def decode_masks(data: bytes) -> StepMasks:
-    """Read masks in place. ValueError: wrong length."""
+    """Reads in place. ValueError: wrong length."""
     step, count, words = _HEADER.unpack_from(data)
     numbers = np.frombuffer(data, np.int32, offset=_HEADER.size)
     return StepMasks(step, numbers[:count], numbers[count:].reshape(count, words))

@@ -18,22 +18,21 @@ _decode = msgspec.msgpack.Decoder(tuple[MediaItem, ...]).decode
 
 
 def write_media(ring: RingWriter, items: Sequence[MediaItem]) -> None:
-    """Send a plan's items to the ranks. Waits while one is a whole ring late."""
+    """Waits while a rank is a whole ring late."""
     headers = encode_message([msgspec.structs.replace(item, data=b"") for item in items])
     for record in (memoryview(headers), *_records(item.data for item in items)):
         ring.write(ring.step + 1, record)
 
 
 class MediaReader:
-    """A rank's end: a plan's items, then their data. The replica bounds its waits
-    (`step_timeout_s`)."""
+    """The replica bounds its waits (`step_timeout_s`)."""
 
     def __init__(self, ring: RingReader, waiter: Waiter) -> None:
         self._ring, self._waiter = ring, waiter
         self.left = deque[memoryview]()  # of unread records
 
     def items(self) -> tuple[MediaItem, ...]:
-        """Wait for the next plan's items, without data."""
+        """Waits for the next plan's items, without data."""
         while (record := self._ring.poll()) is None:
             self._waiter.wait()
         self._waiter.reset()
@@ -50,7 +49,6 @@ class MediaReader:
         return True
 
     def finish(self) -> None:
-        """Wait for the remaining data."""
         while self.left:
             if not self.advance():
                 self._waiter.wait()

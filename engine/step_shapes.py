@@ -41,7 +41,6 @@ class StepSizes(NamedTuple):
 
     @classmethod
     def of(cls, plan: PlanView) -> "StepSizes":
-        """The plan's own sizes."""
         if not len(plan.chunks):
             return cls.decoding(len(plan.rows), plan.width)
         tokens = plan.chunks[:, 2] - plan.chunks[:, 1]
@@ -49,14 +48,11 @@ class StepSizes(NamedTuple):
 
     @classmethod
     def decoding(cls, sequences: int, width: int = 1) -> "StepSizes":
-        """Those of a step of decode rows only."""
         return cls(0, 0, sequences, sequences, width)
 
 
 @dataclass(frozen=True)
 class StepShapes:
-    """The sizes of a rank's steps."""
-
     sizes: tuple[StepSizes, ...]  # padded sizes, ascending; each is captured on a GPU
     prefill: int  # most chunk rows of a step
     longest: int  # of one chunk
@@ -73,18 +69,16 @@ class StepShapes:
             return cls(tuple(StepSizes.decoding(*each) for each in every), prefill, longest, images)
         sequences = buckets(config.max_seqs)
         sizes = [StepSizes.decoding(*each) for each in product(sequences, config.widths)]
-        if config.attention_of("extend") in (None, TRITON.name):  # others' kernels of chunks ask the host
+        if config.attention_of("extend") in (None, TRITON.name):  # other backends' chunk kernels read host values
             sizes += mixed_sizes(prompt_rows(config), sequences[-1], config.widths)
         return cls(tuple(sizes), prefill, longest, images)
 
     @cached_property
     def sequences(self) -> tuple[int, ...]:
-        """Padded numbers of decoding sequences, ascending."""
         return tuple(sorted({sizes.decodes for sizes in self.sizes if sizes.decodes}))
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """Padded widths, ascending."""
         return tuple(sorted({sizes.width for sizes in self.sizes}))
 
     @property
@@ -94,14 +88,13 @@ class StepShapes:
 
     @property
     def results(self) -> int:
-        """Most rows that give results."""
         return self.sequences[-1] * self.widths[-1]
 
     def sequences_of(self, decodes: int) -> int:
         return self.sequences[bisect.bisect_left(self.sequences, decodes)]
 
     def padded(self, has: StepSizes) -> StepSizes | None:
-        """The padded sizes; None if the step has no rows, too many rows, or too many chunks."""
+        """None if the step has no rows, too many rows, or too many chunks."""
         if not has.prompts and not has.decodes:
             return None
         first = bisect.bisect_left(self.sizes, (has.prompts, 0, has.decodes))
@@ -115,23 +108,20 @@ class StepShapes:
 
     @property
     def warm_rows(self) -> tuple[int, ...]:
-        """Chunk rows that run at boot: powers of two and the most. Kernel tiles cover wider ranges."""
+        """Powers of two and the most. Kernel tiles cover wider ranges."""
         return (*(1 << power for power in range((self.longest - 1).bit_length())), self.longest)
 
 
 def buckets(max_seqs: int) -> tuple[int, ...]:
-    """Padded row counts of decode steps, ascending; multiples of 64 above 256."""
     known = [*BUCKETS, *range(320, max_seqs + 64, 64)]
     return tuple(known[: bisect.bisect_left(known, max_seqs) + 1])
 
 
 def mixed_widths(widths: Sequence[int]) -> tuple[int, ...]:
-    """Widths of decode rows in steps with chunks: every second one has graphs."""
     return tuple(sorted({1, *widths[::-2]}))
 
 
 def prompt_rows(config: EngineConfig) -> list[int]:
-    """Padded chunk rows, ascending."""
     geometry = config.geometry
     large = not all(layer.owns_kv for layer in geometry.layers) or bool(sequence_rows(config, geometry))
     most = min(config.prefill_budget, (LARGE_PROMPT_ROWS if large else PROMPT_ROWS)[-1])
@@ -139,7 +129,6 @@ def prompt_rows(config: EngineConfig) -> list[int]:
 
 
 def mixed_sizes(prompts: Sequence[int], sequences: int, widths: Sequence[int]) -> list[StepSizes]:
-    """Sizes of steps with chunks, ascending."""
     decodes = [rows for rows in DECODES_BESIDE_PROMPTS if rows < sequences] + [sequences]
     sizes = []
     for tokens, rows, width in product(prompts, decodes, mixed_widths(widths)):
@@ -150,8 +139,7 @@ def mixed_sizes(prompts: Sequence[int], sequences: int, widths: Sequence[int]) -
 
 
 def sequence_rows(config: EngineConfig, geometry: Geometry) -> range:
-    """Row counts of steps with prompts that use sequence-parallel norms
-    (`kernels.sequence_parallel`)."""
+    """Row counts of steps with prompts that use `kernels.sequence_parallel`."""
     if config.tp == 1 or geometry.residual_is_read:
         return range(0)
     most = config.prefill_budget + buckets(config.max_seqs)[-1] * config.widest

@@ -30,10 +30,7 @@ LARGEST_PICTURE = 1120  # soft tokens that a picture may have
 
 @dataclass(frozen=True)
 class VisionGeometry(Geometry):
-    """A vision encoder; fields that it does not use are its model's.
-
-    positions entries of its table, for each axis
-    """
+    """Fields that an encoder does not use are its model's. positions: table entries of an axis"""
 
     model: int  # hidden size of the model that reads its rows
     positions: int
@@ -46,7 +43,6 @@ class VisionGeometry(Geometry):
 
     @property
     def longest(self) -> int:
-        """Most cells of a picture's side."""
         return self.positions // (1 if self.unified else CELL)
 
     def check(self, item: MediaItem) -> None:
@@ -60,7 +56,6 @@ class VisionGeometry(Geometry):
 
 
 def read_vision(folder: Path) -> VisionGeometry | None:
-    """The vision tower of a checkpoint, or None. CheckpointError."""
     return read_section(folder, "vision_config", _IMPLEMENTED, _geometry)
 
 

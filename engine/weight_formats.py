@@ -23,8 +23,6 @@ class StoredTensor(NamedTuple):
 
 
 class WeightFormat(NamedTuple):
-    """A format of matrices."""
-
     weight: str  # `module:class` of a matrix on a rank
     tensors: tuple[StoredTensor, ...]  # on a rank and, unless it is packed at load, in a checkpoint
     schemes: tuple[str, ...] = ()  # of checkpoints with these tensors, as `engine.quantisation` names them
@@ -36,7 +34,6 @@ class WeightFormat(NamedTuple):
 
     @property
     def saved(self) -> tuple[StoredTensor, ...]:
-        """The tensors in a checkpoint."""
         return self.source or self.tensors
 
     @property
@@ -45,7 +42,6 @@ class WeightFormat(NamedTuple):
         return max(tensor.block[0] for tensor in self.saved) or 1
 
     def packed_at_load(self) -> "WeightFormat":
-        """This format, packed from plain matrices."""
         return self._replace(source=PLAIN.tensors, reader=self.packer)
 
     def drawn(self) -> "WeightFormat":
@@ -110,7 +106,6 @@ INT8 = WeightFormat(
 
 
 def int4(group: int, *, symmetric: bool) -> WeightFormat:
-    """Four-bit weights: column groups share a scale and, unless symmetric, a zero point."""
     tensors: tuple[StoredTensor, ...] = (
         StoredTensor("values", "_packed", (1, 8), "int32", ("I32",), draw=_random_words),
         StoredTensor("scale", "_scale", (1, group), draw=lambda normal, n: 0 * normal + 1 / (4.6 * n**0.5)),

@@ -1,9 +1,9 @@
-"""Accepts draft tokens and makes a drafter's inputs, after a step's sampling.
+"""Accepts draft tokens after sampling, and makes the drafter's inputs.
 
-    sampled   s_0 s_1 .. s_W      s_i is the target's token after the row's input and draft tokens d_1 .. d_i
-    accepted  s_0 .. s_a          a: the first i with s_i != d_{i+1}, or W; less after a stop id or a missing token
+    sampled   s_0 .. s_W    s_i: the target's token after the row's input and draft tokens d_1 .. d_i
+    accepted  s_0 .. s_a    a: the first i with s_i != d_{i+1}, or W; smaller after a stop id or missing token
 
-This is exact at every temperature: a token's noise depends only on seed, position and id.
+Exact at every temperature: a token's noise depends only on seed, position and id.
 """
 
 from typing import NamedTuple
@@ -39,9 +39,9 @@ class Verified(NamedTuple):
 
 
 def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: DraftInputs) -> Tensor:
-    """Fills `out`; returns int32 [m], each row's accepted tokens, 1 to width; 0 for padding.
+    """Fills `out`; returns each row's number of accepted tokens, int32 [m]: 1 to width, 0 for padding.
 
-    stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by one less.
+    stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by accepted - 1.
     """
     width, count = rows.width, len(out.ids)
     sequences = len(rows.chosen) // width

@@ -1,6 +1,6 @@
-"""The gate of Gemma's MLP, experts and per-layer embeddings, in fp32 with one cast.
+"""The gate of Gemma's MLP, experts and per-layer embeddings.
 
-    geglu(g, u) = cast( gelu_tanh(g) * u )      gelu_tanh(x) = x/2 (1 + tanh( sqrt(2/pi) (x + 0.044715 x^3) ))
+    geglu(g, u) = gelu_tanh(g) * u        in fp32 with one cast
 """
 
 import triton
@@ -15,8 +15,7 @@ from kernels.packed import PackedRows, scale_warps, store_scaled
 
 
 def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """gate and up [T, n] -> [T, n]; up's rows may be strided. Without up, gate is [T, 2 n], gate
-    first."""
+    """gate and up [T, n] -> [T, n]; up's rows may be strided. Without up, gate is [T, 2 n], gate first."""
     if not enabled(gate):
         gate, up = gate.chunk(2, -1) if up is None else (gate, up)
         return (functional.gelu(gate.float(), approximate="tanh") * up.float()).to(gate.dtype)
@@ -33,7 +32,6 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def geglu_rows(gate_up: Tensor) -> PackedRows:
-    """`pack_rows(geglu(gate_up))`, gate_up [T, 2 n], in one launch."""
     check_contiguous(gate_up)
     rows, n = len(gate_up), gate_up.shape[1] // 2
     out, block = PackedRows.empty(gate_up[:, :n]), next_power_of_2(n)
@@ -43,7 +41,7 @@ def geglu_rows(gate_up: Tensor) -> PackedRows:
 
 @triton.jit
 def gelu(x):
-    """gelu_tanh of fp32: tanh(y) = 2 sigmoid(2 y) - 1, so x/2 (1 + tanh y) = x sigmoid(2 y)."""
+    """gelu_tanh(x) = x/2 (1 + tanh y) = x sigmoid(2 y), y = sqrt(2/pi) (x + 0.044715 x^3); fp32."""
     return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 

@@ -1,15 +1,14 @@
 """Adjusts logits before sampling, in place, on each rank's slice of the vocabulary.
 
-    cap           l   <- c tanh(l / c)             the model's own soft cap, of greedy rows too
-    bias          l_i <- l_i + b_i                 -inf forbids
+    cap           l   <- c tanh(l / c)             for greedy rows too
+    bias          l_i <- l_i + b_i
     repetition    l_i <- l_i / r or, below 0, l_i r                     if i is in the prompt or was generated
     presence, frequency  l_i <- l_i - p [n_i > 0] - f n_i               n_i: how often i was generated
     allowed ids, mask    l_i <- -inf                                    where the bit of i is 0
     bad words     l_i <- -inf                      where i would complete one
 
-A NaN stays and makes the row fail. Rows of draft tokens count all inputs before them as accepted;
-`count_accepted` stores the accepted ones. Sources: OpenAI's API reference; arXiv:1909.05858
-(repetition).
+A NaN stays and fails the row. Rows of draft tokens count all earlier inputs as accepted. Sources: OpenAI's API reference;
+arXiv:1909.05858 (repetition).
 """
 
 from dataclasses import replace
@@ -31,8 +30,8 @@ _LIMITED, _BAD_WORDS = constexpr(LIMITED), constexpr(BAD_WORDS)
 
 
 def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> SamplingBatch:
-    """Cap and adjust rows in place; returns the batch with `capped`. logits fp32 [R, n] of ids
-    first .. first + n - 1. The i-th row of a slot uses its i-th mask."""
+    """Cap and adjust logits fp32 [R, n] of ids from `first` on; returns the batch with `capped`. A slot's i-th row uses its i-th
+    mask."""
     tables, plan, (rows, n) = batch.adjustments, batch.plan, logits.shape
     assert tables is not None, "nothing says how"
     assert plan is not None, "no step"
@@ -53,10 +52,10 @@ def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> 
 def count_accepted(
     tables: SlotAdjustments, slots: Tensor, positions: Tensor, inputs: Tensor, accepted: Tensor, first: int
 ) -> None:
-    """Count each slot's accepted inputs once, after `adjust`, in this rank's ids from `first` on.
+    """Count each slot's accepted inputs once, after `adjust`, among ids from `first` on.
 
-    slots, positions  int32 [n], distinct slots, and of the first input of each; -1: padding
-    inputs            int32 [n, W]: a row's token and its draft tokens;  accepted  int32 [n]
+    slots, positions  int32 [n]: distinct slots, positions of their first inputs; -1: padding
+    inputs            int32 [n, W]: a row's token and drafts;  accepted int32 [n]
     """
     (rows, width), n = inputs.shape, tables.counts.shape[1]
     check_contiguous(slots, positions, inputs, accepted)
@@ -109,7 +108,6 @@ def _reference(logits: Tensor, batch: SamplingBatch, tables: SlotAdjustments, pl
 
 
 def _counted(counts: Tensor, ids: list[int], first: int) -> Tensor:
-    """A slot's counts int16 [n] after `ids`."""
     here = counts.new_tensor([i - first for i in ids if 0 <= i - first < len(counts)], dtype=torch.int64)
     generated = (counts.int() & MOST_COUNTED).index_add(0, here, torch.ones_like(here, dtype=torch.int32))
     return (generated.clamp(max=MOST_COUNTED) - IN_PROMPT * (counts < 0)).short()
@@ -123,7 +121,7 @@ def _completing(tables: SlotAdjustments, slot: int, generated: list[int]) -> lis
 
 
 def _bits(words: Tensor, first: int, n: int) -> Tensor:
-    """bool [n]: bits of ids from `first` on; the first int32 word has the bit of `first`."""
+    """bool [n]: bits of ids from `first` on; the first word holds `first`'s."""
     bits = words[:, None].bitwise_right_shift(torch.arange(32, device=words.device)).bitwise_and(1).bool().flatten()
     return bits[first % 32 : first % 32 + n]
 
@@ -144,14 +142,12 @@ def _capped_finite(x, cap):
 
 @triton.jit
 def _ban(line, entry, here):
-    """-inf here, except over a NaN."""
     x = tl.load(line + entry, here, 0.0)
     tl.store(line + entry, tl.where(x != x, x, float("-inf")), here)
 
 
 @triton.jit
 def _with_inputs(bits, ids, history, position, index, counted):
-    """Counts of `ids`, with the slot's first `index` + 1 inputs."""
     generated = bits & _MOST
     for back in range(index + 1):
         came = tl.load(history + position - back, position - back >= counted, -1)
@@ -166,7 +162,6 @@ def _adjust(
     N: constexpr, PART: constexpr, CAP: constexpr, BIASES: constexpr, WORD_IDS: constexpr, WORDS: constexpr, MASK_WORDS: constexpr,
     WIDE: constexpr, STEP: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One row's part of this rank's ids."""
     trigger(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * PART
@@ -255,7 +250,7 @@ def _count_accepted(
     slots, positions, inputs, accepted, flags, counts, starts, first,
     N: constexpr, WIDTH: constexpr, LANES: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One slot. Lanes of the same id write the same count."""
+    """One slot; lanes of the same id write the same count."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)

@@ -1,8 +1,8 @@
-"""Writes new sequences into the tables of all slots, in one upload and one launch.
+"""Writes new sequences into the slots' tables, in one upload and one launch.
 
-    packed   a record (RECORD_FIELDS) of each sequence, then the stop ids and the tokens of each
+    packed   a record (RECORD_FIELDS) for each sequence, then each one's stop ids and tokens
 
-The slot's page table rows become 0, and its unused stop ids -1. Later tokens stay.
+A slot's page table rows become 0, and its unused stop ids -1. Later tokens stay.
 """
 
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ _BLOCK = 1024
 def admit(
     packed: Tensor, count: int, most: int, tokens: Tensor, lengths: Tensor, tables: Sequence[Tensor], parameters: SlotParameters
 ) -> None:
-    """packed int32 with `count` records, of up to `most` tokens each; tokens int32 [slots, n];
-    lengths int32 [slots]; one or two tables int32 [slots, width]."""
+    """packed int32 with `count` records of up to `most` tokens each; tokens int32 [slots, n]; lengths int32 [slots]; one or two
+    tables int32 [slots, width]."""
     check_contiguous(packed, tokens, lengths, *tables, *parameters)
     first, last, stops = tables[0], tables[-1], parameters.stop.shape[1]
     if enabled(packed):

@@ -1,12 +1,9 @@
 """Sum and gather over the ranks of one node: each rank writes its slot and reads all slots.
 
-    all_reduce(x) = cast( x_0 + x_1 + ... + x_{n-1} )      in rank order, in fp32, one cast: the same bits on every rank
-    all_gather(x) = [x_0 | x_1 | ... | x_{n-1}]            along the last axis
-
     mapped memory     flag 0 | flag 1 | ... (a 64-byte line each) | even: slot 0, slot 1, ... | odd: slot 0, slot 1, ...
 
-Round r: write slot i of half r % 2, set flag i = r, wait until every flag >= r, read that half.
-Round r overwrites round r - 2, which all flags of r - 1 prove read.
+Round r: write slot i of half r % 2, set flag i = r, wait until every flag >= r, read that half. It overwrites round r - 2, which
+all flags of r - 1 prove read.
 """
 
 import os
@@ -28,10 +25,8 @@ def shared_bytes(ranks: int) -> int:
 
 
 class MappedCollectives:
-    """One rank's end of `shared_bytes(size)` bytes, for fp32 and bf16.
-
-    Every rank makes the same calls with equal shapes and dtypes. TimeoutError names a rank that is
-    missing for `timeout_s`.
+    """Takes fp32 and bf16. All ranks make the same calls with equal shapes and dtypes. TimeoutError names a rank missing for
+    `timeout_s`.
     """
 
     def __init__(self, memory: memoryview, rank: int, size: int, timeout_s: float) -> None:
@@ -45,7 +40,7 @@ class MappedCollectives:
         self._lock = threading.Lock()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks; may write into `x`."""
+        """Sum in rank order, in fp32: the same bits on every rank; may write into `x`."""
         assert x.dtype in (torch.float32, torch.bfloat16), x.dtype
         x = x.contiguous()
         for piece in _pieces(x):
@@ -63,14 +58,14 @@ class MappedCollectives:
         return gathered.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
 
     def exchange_rows(self, x: Tensor) -> Tensor:
-        """`[rows, n]` of every rank -> `[size, rows / size, n]`: the rows r with r mod size = rank."""
+        """`[rows, n]` of every rank -> `[size, rows / size, n]`: rows r with r mod size = rank."""
         return self.all_gather(x).unflatten(1, (self.size, -1))[self.rank :: self.size].transpose(0, 1).contiguous()
 
     def peer_memory(self, _size: int) -> None:
         ...
 
     def _exchange(self, piece: Tensor) -> Tensor:
-        """[size, numel]: every rank's piece, a view valid until the next but one exchange."""
+        """[size, numel]: every rank's piece, a view valid until the next exchange."""
         self._round += 1
         half = self._slots[self._round % 2].view(piece.dtype)[:, : piece.numel()]
         half[self.rank] = piece
@@ -81,7 +76,6 @@ class MappedCollectives:
         return half
 
     def _wait(self) -> None:
-        """Poll a few times, then sleep between polls."""
         deadline = 0.0
         polls = 0
         for rank in range(self.size):

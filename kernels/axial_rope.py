@@ -1,11 +1,8 @@
-"""Head norm and rotary embedding of vision towers: a head's first half is rotated by x, the second
-by y.
+"""Head norm and rotary embedding of vision towers, in fp32 with one cast.
 
     head_norm(x)             rms_norm(x) over each head, without weight
-    norm_axial_rope(x; w)    x' = rms_norm(x; w) over each head, then in each half, d/2 long, the pairs (i, i + d/4), i < d/4:
-                             (x'_i, x'_j) -> (x'_i cos - x'_j sin, x'_j cos + x'_i sin)
-
-Norm and rotation are fp32 with one cast.
+    norm_axial_rope(x; w)    x' = rms_norm(x; w) over each head, then `kernels.qkv.norm_rope`'s rotation of each half, the first by
+                             x positions, the second by y: pairs (i, i + d/4), i < d/4
 """
 
 
@@ -23,7 +20,7 @@ _ROWS = 16  # heads of a program
 
 
 def axial_tables(x: Tensor, y: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """x and y int [T], frequencies fp32 [d/4] -> cos and sin, fp32 [T, d/2]: of x, then of y."""
+    """x and y int [T], frequencies fp32 [d/4] -> cos and sin, fp32 [T, d/2]."""
     angles = torch.cat([axis[:, None] * frequencies for axis in (x, y)], 1)
     return angles.cos(), angles.sin()
 
@@ -38,7 +35,6 @@ def norm_axial_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: fl
 
 
 def head_norm(x: Tensor, eps: float) -> Tensor:
-    """x [T, heads, d] -> [T, heads, d]."""
     return _launch(x, x, x, x, eps) if len(x) and enabled(x) else rms_norm(x, None, eps)
 
 

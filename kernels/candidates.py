@@ -1,10 +1,9 @@
 """The token of a row with a small top_k, perhaps with top_p and min_p, from a few ids of each rank.
 
-    s_i          cap(l_i) / temperature; order: s descending, equal values by ascending id
-    candidates   the best SMALL_TOP_K ids of this rank's slice
-    choose       of all candidates the k best, of those what top_p and min_p keep, of those the argmax of s_i + g_i
+    candidates   the best SMALL_TOP_K ids of this rank's slice by s_i = cap(l_i) / temperature; ties: the lower id
+    choose       the k best candidates, cut by top_p and min_p; of these the argmax of s_i + g_i
 
-The k best ids are in the k blocks with the largest values, so only these are read.
+The k best ids lie in the k blocks with the largest values; only these are read.
 """
 
 import torch
@@ -24,8 +23,8 @@ CTA_BLOCKS = constexpr(64)
 
 
 def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """logits fp32 [R, n] from `kernels.choose.local_best` -> fp32 [R, blocks]: the largest s of
-    every BLOCK_IDS ids. Skips rows without a small top_k."""
+    """logits fp32 [R, n] from `choose.local_best` -> fp32 [R, blocks]: the largest s of every BLOCK_IDS ids, if a row has a small
+    top_k."""
     (rows, n), parameters = logits.shape, batch.parameters
     check_contiguous(logits)
     blocks = cdiv(n, BLOCK_IDS.value)
@@ -44,8 +43,8 @@ def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) -> Tensor:
-    """logits fp32 [R, n] of ids from `first` on, and `block_peaks` -> fp32 [R, SMALL_TOP_K, 2]: s and
-    id, ids ascending, -inf if fewer.
+    """logits fp32 [R, n] of ids from `first` on, and `block_peaks` -> fp32 [R, SMALL_TOP_K, 2]: s and id, ids ascending; -inf
+    pads.
     """
     (rows, n), (_, blocks), parameters = logits.shape, peaks.shape, batch.parameters
     best = logits.new_empty((rows, SMALL_TOP_K, 2), dtype=torch.float32)
@@ -68,9 +67,7 @@ def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) 
 
 
 def choose_candidates(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
-    """best fp32 [R, n, 2]: all ranks' `candidates`. Writes unflagged tokens to chosen int32 [R, 2] and
-    after the rows' inputs.
-    """
+    """best fp32 [R, n, 2]: all ranks' `candidates`. Writes unflagged tokens to chosen int32 [R, 2] and after the rows' inputs."""
     check_contiguous(best)
     rows, count, _ = best.shape
     if not enabled(best):
@@ -111,7 +108,6 @@ def float_order(x):
 
 @triton.jit
 def kth_order(orders, count):
-    """The lowest of the `count` highest, by a search over bits."""
     key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
         trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))

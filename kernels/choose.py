@@ -1,12 +1,10 @@
 """Greedy and plain sampling over a vocabulary cut across ranks, without gathering logits.
 
-    local_best    for each row and part of this rank's slice the largest of
-                      l_i                                if the row is greedy
-                      cap(l_i) / temperature + g_i       else: Gumbel noise g of (seed, position, id)
-                  over the allowed ids; equal values: the lowest id. Also whether a NaN was seen
+    local_best    for each row and part of this rank's slice the largest, over allowed ids, of l_i if greedy, else of
+                  cap(l_i) / temperature + g_i, Gumbel noise g of (seed, position, id)
     choose_best   the best of the parts, then of all ranks over their inboxes
 
-`kernels.candidates` and `kernels.filters` choose filtered rows' tokens afterwards.
+Ties: the lowest id. `kernels.candidates` and `kernels.filters` then choose filtered rows' tokens.
 """
 
 from collections.abc import Sequence
@@ -32,9 +30,7 @@ _PROGRAMS = 16  # a processor's: one waits for its part, block after block, and 
 
 
 class ArgmaxInbox(Inbox):
-    """One rank's inbox of `choose_best`, of `bytes(...)` bytes. errors: as in `AllReduceInbox`.
-
-    One buffer is enough, since every rank joins the next step's sums only after reading this choice.
+    """errors: as in `AllReduceInbox`. One buffer is enough: every rank joins the next step's sums only after reading this choice.
     """
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, errors: Tensor) -> None:
@@ -52,8 +48,8 @@ def parts_of(vocabulary: int, rows: int, processors: int) -> int:
 
 
 def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> Tensor:
-    """logits fp32 [R, n] of ids from `first` on, before the cap unless `batch.capped` -> fp32 [R,
-    parts, 4]. Overwrites forbidden logits with -inf.
+    """logits fp32 [R, n] of ids from `first` on, before the cap unless `batch.capped` -> fp32 [R, parts, 4]. Forbidden logits
+    become -inf.
     """
     (rows, n), parameters, suppress = logits.shape, batch.parameters, batch.suppress
     if not enabled(logits):  # in one part
@@ -83,10 +79,10 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
 def choose_best(
     best: Tensor, batch: SamplingBatch, results: Tensor, inbox: ArgmaxInbox | None, stages: tuple[bool, bool] = (True, True)
 ) -> None:
-    """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags; token 0 with a NaN, or if
-    every id is forbidden. Also writes the token after the row's input.
+    """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags; token 0 with a NaN or if every id is forbidden. Also
+    writes the token after the row's input.
 
-    inbox None: `best` has all ranks' parts. stages: the interpreter runs send and receive apart.
+    inbox None: `best` has all ranks' parts. stages: the interpreter sends and receives apart.
     """
     if not enabled(best):
         assert inbox is None, "only kernels write into other ranks' memory"
@@ -128,9 +124,7 @@ def with_small_top_k(batch: SamplingBatch) -> Tensor:
 
 
 def filtered(values: Tensor, ids: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    """int32 [n]: tokens of rows int64 [n], from scaled logits fp32 [n, m] of ids int64 [n, m],
-    ascending among equal logits.
-    """
+    """int32 [n]: tokens of rows int64 [n], from scaled logits fp32 [n, m] of ids int64 [n, m]; equal logits by ascending id."""
     slots = batch.slots[rows].long()
     seeds, top_k, _ = batch.parameters.integers[slots].unbind(1)
     _, top_p, min_p = batch.parameters.floats[slots].unbind(1)
@@ -142,7 +136,6 @@ def filtered(values: Tensor, ids: Tensor, batch: SamplingBatch, rows: Tensor) ->
 
 
 def store_tokens(batch: SamplingBatch, chosen: Tensor) -> None:
-    """Write tokens int32 [R] after the rows' inputs, except for padding."""
     rows = (batch.positions >= 0).nonzero().flatten()
     batch.tokens[batch.slots[rows].long(), batch.positions[rows].long() + 1] = chosen[rows]
 

@@ -1,7 +1,7 @@
-"""Lists a step's prefill chunks on the device from its plan, so that a graph can hold such steps.
+"""Lists a step's prefill chunks on the device from its plan, so that a CUDA graph can hold the step.
 
-A list is int32 [n, 4]: slot, first row, first position, rows of each chunk, then one entry of
-padding rows at positions below 0, then empty entries.
+A list is int32 [n, 4]: slot, first row, first position and rows of each chunk, then an entry of padding rows at positions below
+0, then empty entries.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ _BLOCK = 64  # chunks looked at in a turn
 
 
 class StepRows(NamedTuple):
-    """A step's rows int32 [T] each: chunks, padded, then decode rows, which are there already."""
+    """int32 [T] each: padded chunks, then decode rows, already filled."""
 
     ids: Tensor
     positions: Tensor
@@ -27,9 +27,7 @@ class StepRows(NamedTuple):
 
 
 class ResultInputs(NamedTuple):
-    """Rows that give results, `width` a sequence: rows int64 [R] of the step, slots and positions
-    int32 [R]; position -1: padding.
-    """
+    """Rows that give results, `width` a sequence: rows int64 [R], slots and positions int32 [R]; position -1: padding."""
 
     rows: Tensor
     slots: Tensor
@@ -42,7 +40,7 @@ def chunk_inputs(
 ) -> None:  # fmt: skip
     """Fill rows [0, prompts) of the step, the list `chunks` int32 [n + 1, 4], and `results`.
 
-    tokens int32 [slots, max_len + ..];  padding: slot of padding rows;  width: decode rows of a sequence, after `prompts`
+    tokens int32 [slots, max_len + ..]; width: decode rows of a sequence, after `prompts`
     """
     if enabled(plan):
         launch(
@@ -72,7 +70,7 @@ def chunk_inputs(
 
 
 def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
-    """Cut `chunks` into tiles of up to `tokens` queries: a list int32 [m, 4]."""
+    """Tiles of up to `tokens` queries: a list int32 [m, 4]."""
     # Longest tiles first, to fill the last wave, but before them every fourth, shortest first: CTAs that read the same keys at once
     # wait for the same L2 lines (H200: 1.88 ms a layer, 1.97 by length alone).
     tiles = chunks.new_empty((rows // tokens + len(chunks), 4), dtype=torch.int32)

@@ -1,9 +1,9 @@
 """The best row of a table in each of a query's clusters: a drafter's head.
 
-    best(x; c)  = max_j  x . table[c * size + j]           of cluster c, in fp32; equal values: the lowest id
+    best(x; c)  = max_j  x . table[c * size + j]           in fp32; ties: the lowest id
     id          = order[c * size + j]
 
-The output is that of `kernels.choose.local_best`, so `choose_best` decides among clusters.
+`kernels.choose.choose_best` decides among clusters.
 """
 
 import torch
@@ -17,8 +17,8 @@ from kernels.numerics import cast
 
 
 def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, count: int) -> Tensor:
-    """x [R, n], table [rows, n] of `count` equal clusters, order int64 [rows], the id of each row;
-    clusters int64 [R, k] -> fp32 [R, k, 4]: value, id, 1 for a NaN, unused."""
+    """x [R, n]; table [rows, n] of `count` equal clusters; order int64 [rows]; clusters int64 [R, k] -> fp32 [R, k, 4]: value,
+    id, 1 for a NaN, unused."""
     (rows, n), chosen, size = x.shape, clusters.shape[1], len(table) // count
     check_contiguous(x, table, order, clusters)
     if not enabled(x):

@@ -1,9 +1,6 @@
 """A layer's attention of decode rows: head norms, rope, append of K and V, attention over pages.
 
-    o = sum_j softmax_j( q . k_j ) v_j     over the keys j that position p sees:  j <= p, and j > p - window if there is one
-
-Scale 1.0, no cap; scores, softmax and sums fp32. Unseen keys may be NaN: they are replaced, not
-multiplied by zero.
+The formula is that of `kernels.paged_attention`, with a row's own position as last_seen.
 """
 
 from dataclasses import dataclass, replace
@@ -21,8 +18,7 @@ from kernels.splitkv import ROWS, decode_kernel, read_pairs
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How a launch is cut. A CTA takes every `splits`-th run of `keys` keys of a row's KV head, and
-    d / `values` columns of V."""
+    """A CTA takes every `splits`-th run of `keys` keys, and d / `values` columns of V."""
 
     keys: int
     values: int
@@ -36,7 +32,7 @@ class DecodeTile:
 
 
 class DecodeScratch:
-    """Device memory for `decode_attention`, zeroed once and left zeroed; consecutive launches share it."""
+    """Tickets are zeroed once and left zero; consecutive launches share it."""
 
     def __init__(self, max_rows: int, heads: int, kv_heads: int, head_dim: int, max_parts: int, device: torch.device) -> None:
         self.max_rows, self.max_parts = max_rows, max_parts
@@ -51,9 +47,7 @@ _MOST_VALUES = 8
 
 
 def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
-    """Splits along the keys for `rows` rows of at most `pages` pages, fitted to an H200
-    (tests/bench/attention.py).
-    """
+    """Splits along the keys, fitted to an H200 (tests/bench/attention.py). pages: most of a row."""
     most, heads = min(pages, 33), rows * kv_heads
     # A multiprocessor holds three CTAs: fill all, or two thirds where rows or heads are many.
     if head_dim <= 256:
@@ -75,10 +69,7 @@ def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: in
 
 @cache
 def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int, shared: int, pairs: int = 0) -> DecodeTile:
-    """The fastest measured cut (tests/bench/attention.py). pages: the most of a split.
-
-    itemsize, shared: bytes of a number, and of a CTA's shared memory.
-    """
+    """The fastest measured cut (tests/bench/attention.py). turns: most pages of a split; itemsize: bytes of a number in pages."""
     if itemsize == 4:
         return DecodeTile(16, 1, 4, 2, early=False, pairs=pairs)
     keys = min(page, 32)
@@ -117,20 +108,18 @@ def decode_attention(
     bucket: int = 0,
     scales: Tensor | None = None,
 ) -> None:
-    """Attention of one layer for decode rows, written to `out`; appends each row's K and V to its
-    page.
+    """Writes `out`, and appends each row's K and V to its page.
 
     qkv       [rows, (heads + kv_projections * kv_heads) * d], q, k, v heads before their norms. kv_projections 2; 1: v is k's raw
-              product, so K is V times k_norm where rope does not turn it, and may not be read there; 0: another layer's K and V
+              product, so unrotated dims of K are V times k_norm and may not be read; 0: another layer's K and V
     pool      one layer's [pages, 2, kv_heads, page, d], K at [:, 0], V at [:, 1]
-    page_ids  int32 [rows, width]: entry j is the page of positions (first + j) * page ..; first is 0, and with a window
-              max(0, position - window + 1) // page
-    positions int32 [rows]; -1: a padding row, whose output is zero and which appends nothing
+    page_ids  int32 [rows, width], from `kernels.slots.gather_pages`
+    positions int32 [rows]; -1: padding, whose output is zero and which appends nothing
     cos_sin   fp32 [rows, 2 * pairs], cos first: of pairs (i, i + d/2), i < pairs
     q_norm    [d], k_norm [d] or None; v is normed without weight
     out       [rows, heads * d] in qkv's dtype
-    bucket    rows that the tile is for, if more than are launched
-    scales    fp32 [2, kv_heads] of e4m3 pages: what stored K and V are multiplied with
+    bucket    rows that the tile is for, if more
+    scales    fp32 [2, kv_heads] of e4m3 pages: factors of stored K and V
     """
     rows, d = qkv.shape[0], pool.shape[4]
     assert len(out) == len(page_ids) == len(positions) == rows, (qkv.shape, out.shape)

@@ -1,8 +1,8 @@
 """Lookup in a vocabulary-parallel table.
 
-    embed(ids) = table[id - first] where this rank holds the row, else zero; some ids are read as `pad`
+    embed(ids) = table[id - first] where this rank holds the row, else zero
 
-The sum over ranks is exact, since one term is the row and the others are zero.
+Exact under a sum over ranks: at most one term is not zero.
 """
 
 import torch
@@ -15,9 +15,9 @@ from kernels.launch import cdiv, enabled, launch, next_power_of_2, trigger, wait
 
 
 def embed(ids: Tensor, table: Tensor, first: int, placeholders: Tensor, pad: int) -> Tensor:
-    """ids int [T], table [rows, n]: rows first .. first + rows - 1 of the vocabulary -> [T, n].
+    """ids int [T]; table [rows, n] of ids from `first` on -> [T, n].
 
-    placeholders int32 [m]: ids of media, which embed as `pad` in text.
+    placeholders int32 [m]: ids of media, which embed as `pad`.
     """
     if not enabled(ids):
         local = torch.where(torch.isin(ids, placeholders), pad, ids) - first

@@ -1,14 +1,10 @@
 """The experts' MLPs, each applied to the tokens that chose it.
 
-    y_t = sum_k w_tk * down_e( gelu_tanh(g) * u ),   [g; u] = gate_up_e x_t,   e = e_tk      gate is the first half of gate_up
+    y_t = sum_k w_tk * down_e( gelu_tanh(g) * u ),   [g; u] = gate_up_e x_t,   e = e_tk
 
-    `_count` (block of assignments)        how many of it chose each expert; where there are several blocks
-    `_group` (expert, block)               sorts assignments by expert and cuts each expert's into row tiles
-    `_grouped` (block of columns, tile)    the product of a row tile; gate and up first, then down
-    `_combine` (token, block of n)         the weighted sum of a token's rows, in fp32 in the order of k
-
-An *assignment* is one of a token's top_k choices. y follows the dense branch's output, so that one
-fused norm takes both.
+`_group` sorts assignments (a token's top_k choices) by expert, after `_count` if there are several blocks of them, and cuts row
+tiles. `_grouped` multiplies a tile. `_combine` sums a token's weighted rows, in fp32 in the order of k. y follows the dense
+branch's output, so that one fused norm takes both.
 """
 
 import math
@@ -34,8 +30,8 @@ _GROUP_BLOCK = 4096
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: Matrix, dense: PendingTensor) -> Tensor:
-    """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts,
-    n, m] -> [T, 2 n]: dense's, y. dense gives [T, n], called when needed (`kernels.launch.on_second_stream`).
+    """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts, n, m] -> [T, 2 n]: dense's,
+    y. dense: from `kernels.launch.on_second_stream`.
     """
     pair, last = packed_matrix(gate_up), packed_matrix(down)
     if not enabled(x):
@@ -65,7 +61,7 @@ def _combined(parts: Tensor, position: Tensor | None, weights: Tensor, dense: Pe
 
 
 class ExpertAdapters(NamedTuple):
-    """`kernels.lora`'s a, b and ends; a pair's index is expert * adapters + adapter."""
+    """`kernels.lora`'s a, b and ends; a pair's index: expert * adapters + adapter."""
 
     a: Tensor
     b: Tensor
@@ -74,7 +70,7 @@ class ExpertAdapters(NamedTuple):
 
 
 class AdaptedRows(NamedTuple):
-    """The adapter of each row, int32 [T], -1: none; and the adapters of both products."""
+    """rows: each row's adapter, int32 [T], -1: none."""
 
     rows: Tensor
     gate_up: ExpertAdapters | None
@@ -138,14 +134,12 @@ TABLE = (
 
 @cache
 def choose(assignments: int, count: int, shared: int, load: Load = "plain") -> tuple[Tile, Tile]:
-    """Tiles of the gated product and of down, of equal rows."""
     up, down = next(tiles for mean, *tiles in TABLE if assignments <= mean * count)
     return fit(up, True, shared, load), fit(down, False, shared, load)
 
 
 def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int32: tiles [n, 3] of at most `rows` assignments: expert, first, end; the order, and each
-    one's index in it."""
+    """int32: tiles [n, 3] of at most `rows` assignments (expert, first, end); the order; its inverse."""
     assignments = chosen.numel()
     order, position = chosen.new_empty((2, assignments), dtype=torch.int32)
     tiles = chosen.new_empty((min(assignments, assignments // rows + count), 3), dtype=torch.int32)
@@ -164,8 +158,8 @@ def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tens
 def _launch_grouped(
     tile: Tile, x: Tensor, weight: PackedMatrix, order: Tensor | None, tiles: Tensor, out: Tensor, top_k: int
 ) -> None:  # fmt: skip
-    """out [assignments, m], sorted by expert. top_k > 1: x are tokens' rows, else sorted rows.
-    tiles: as `_sorted`; of a single token its experts, int32 [top_k]."""
+    """out [assignments, m], sorted by expert. top_k > 1: x are tokens' rows, else sorted rows. tiles: as `_sorted`, or one
+    token's experts int32 [top_k]."""
     m = out.shape[1]
     values, x_scale = operands(x, weight)
     launch(
@@ -189,11 +183,8 @@ def _group(
     chosen, counts, order, position, tiles, assignments, slots,
     ROWS: constexpr, EXPERTS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One expert's assignments of a block, ascending, after those of earlier experts and blocks.
-
-    Fills `order` and its inverse `position`. The first block also fills the expert's row tiles
-    (expert, first, end), the last expert empties the other `slots`. counts [blocks, EXPERTS]; None:
-    one block.
+    """An expert's assignments of a block, ascending, after those of earlier experts and blocks. The first block also fills the
+    expert's tiles; the last expert empties other `slots`. counts: None for one block.
     """
     trigger(PDL)
     expert, block = tl.program_id(0), tl.program_id(1)

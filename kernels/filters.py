@@ -1,12 +1,9 @@
 """top_k, top_p and min_p without sorting: the token of a filtered row from its unfiltered one.
 
-    s_i      = cap(l_i) / temperature, -inf where forbidden; n_i = s_i + g_i                       as in `kernels.sample`
-    kept     what the three filters keep: upward closed in the order (s descending, id ascending)
-    token    argmax of n over kept
-
-Let c be the argmax of n over a set that contains kept, at first all ids. If c is kept, it is the
-token. If not, the ids above c are the next set. Whether c is kept needs the number and mass of the
-ids above it. Usually the first or second c is the token, and only the best blocks are read.
+Let n_i = s_i + g_i as in `kernels.sample`. The filters keep a prefix of the ids in the order (s descending, id ascending); the
+token is the argmax of n over it. Let c be the argmax of n over a set that contains the prefix, at first all ids. If c is kept, it
+is the token; otherwise the ids before c are the next set. The number and mass of the ids before c decide. Usually the first or
+second c is the token. Only the best blocks are read.
 """
 
 from typing import NamedTuple
@@ -23,7 +20,7 @@ from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_o
 from kernels.sample import GREEDY, gumbel_noise, noise_key
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
-_TILE = constexpr(128)  # blocks read at once; at least so many are listed
+_TILE = constexpr(128)  # blocks read at once; at least _TILE are listed, fewer for min_p alone
 
 
 class ScaledRows(NamedTuple):
@@ -35,8 +32,8 @@ class ScaledRows(NamedTuple):
 
 
 def scaled_rows(logits: Tensor, batch: SamplingBatch, rank: int, vocabulary: int) -> ScaledRows:
-    """logits fp32 [ranks, rows, n]: every rank's slice of this rank's rows, from
-    `kernels.choose.local_best`. Columns from `vocabulary` on are padding.
+    """logits fp32 [ranks, rows, n]: every rank's slice of this rank's rows, from `choose.local_best`; columns from `vocabulary`
+    on pad.
     """
     (ranks, rows, n), parameters = logits.shape, batch.parameters
     check_contiguous(logits)
@@ -81,7 +78,7 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor) -> T
 
 
 def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
-    """Write tokens int32 [>= R] to chosen int32 [R, 2] and after each row's input."""
+    """Write tokens int32 [>= R] to chosen and after each row's input."""
     check_contiguous(drawn)
     if enabled(drawn):
         launch(
@@ -148,7 +145,7 @@ def _load_blocks(line, listed, start, count, V: constexpr):
 
 @triton.jit
 def _mass_from(line, listed, count, key, peak, V: constexpr):
-    """Sum of exp(s - peak) over the listed s whose order is at least `key`, and their number."""
+    """Sum of exp(s - peak) over the listed s of order at least `key`, and their number."""
     mass, members = 0.0, 0
     for offset in range(0, count, _TILE):
         _, x = _load_blocks(line, listed, offset, count, V)
@@ -160,7 +157,6 @@ def _mass_from(line, listed, count, key, peak, V: constexpr):
 
 @triton.jit
 def _kth_key(line, listed, count, k, V: constexpr):
-    """The order of the k-th largest listed value, by a search over bits."""
     key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
         trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))
@@ -196,7 +192,7 @@ def _filter(
             peak = tl.max(highest, 0)
             total = tl.sum(tl.load(masses + own * NB + block, block < NB, 0.0) * tl.exp(highest - peak), 0)
             floor = tl.where(min_p > 0.0, peak + tl.log(tl.maximum(min_p, 1e-38)), float("-inf"))
-            # the blocks that can hold what is kept
+            # the blocks that can hold kept ids
             needed = tl.minimum(tl.where(top_k > 0, top_k, _TILE), NB)
             orders = tl.where(block < NB, float_order(highest), -2147483648)
             key = kth_order(orders, needed)

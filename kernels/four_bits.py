@@ -1,10 +1,10 @@
 """Weights of four bits in groups, as kernels read them.
 
-    int4    W[row, column] = (q - z) * s    q 0 to 15; s and z, 0 to 15, of a row's group of columns; z is 8 without zero points
+    int4    W[row, column] = (q - z) * s    q and z 0 to 15; s and z of a row's group of columns; z is 8 without zero points
 
-A run of 64 columns is eight int32 words. Word j has, for i = 0 .. 3, pair i (columns 16 i + 2 j and
-the next) in bits 4 i to 4 i + 3, and 16 above: one mask and 0x4300 make pair i two bf16 numbers 128
-+ q in an MMA operand, without exchange. Zero points are words of eight neighbouring rows.
+A run of 64 columns is eight int32 words. Word j has, for i = 0 .. 3, pair i (columns 16 i + 2 j and the next) in bits 4 i to 4 i
++ 3, and 16 above: one mask and 0x4300 make pair i two bf16 numbers 128 + q in an MMA operand, without exchange. Zero points are
+words of eight neighbouring rows.
 """
 
 import torch
@@ -21,8 +21,7 @@ MIDDLE = 8  # the zero point of symmetric weights
 
 
 def interleaved(words: Tensor) -> Tensor:
-    """int32 words [..., n / 8] of eight neighbouring columns, the first in the lowest bits -> as
-    kernels read them."""
+    """int32 words [..., n / 8] of neighbouring columns, lowest bits first -> as kernels read them."""
     plain = (words[..., None] >> torch.arange(0, 32, 4, device=words.device, dtype=torch.int32) & 15).flatten(-2)
     pairs = plain.unflatten(-1, (-1, 4, 8, 2)).transpose(-3, -2)  # of each word: i, half
     places = torch.tensor([[4 * i, 4 * i + 16] for i in range(4)], device=words.device)
@@ -30,21 +29,19 @@ def interleaved(words: Tensor) -> Tensor:
 
 
 def columns_of(words: Tensor) -> Tensor:
-    """int32 words [..., n / 8] as kernels read them -> 0 to 15 [..., n]."""
+    """Words [..., n / 8] as kernels read them -> 0 to 15 [..., n]."""
     places = torch.tensor([[4 * i, 4 * i + 16] for i in range(4)], device=words.device, dtype=torch.int32)
     pairs = words.unflatten(-1, (-1, 8))[..., None, None] >> places & 15
     return pairs.transpose(-3, -2).flatten(-4)
 
 
 def rows_of(words: Tensor) -> Tensor:
-    """int32 words of zero points [..., m / 8, groups] -> 0 to 15 [..., m, groups]."""
     places = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)[:, None]
     return (words[..., None, :] >> places & 15).flatten(-3, -2)
 
 
 def unpacked_groups(words: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """words [..., m, n / 8], scale [..., m, groups], zero points [..., m / 8, groups] -> values
-    [..., m, n] in scale's dtype."""
+    """words [..., m, n / 8], scale [..., m, groups], zero [..., m / 8, groups] -> [..., m, n] in scale's dtype."""
     if enabled(words):
         return _unpacked_by_kernel(words.flatten(0, -2), scale.flatten(0, -2), zero).view(*words.shape[:-1], -1)
     values = columns_of(words).unflatten(-1, (scale.shape[-1], -1))
@@ -63,14 +60,13 @@ def _unpacked_by_kernel(words: Tensor, scale: Tensor, zero: Tensor | None) -> Te
 
 @triton.jit
 def run_columns(WORDS: constexpr):
-    """[1, 2 WORDS]: the columns of pair 0 of each word; those of pair i are 16 i further."""
+    """[1, 2 WORDS]: columns of pair 0 of each word; pair i is 16 i further."""
     place = tl.arange(0, 2 * WORDS)[None, :]
     return place // 16 * 64 + place % 16
 
 
 @triton.jit
 def _pair(words, PLACE: constexpr):
-    """Pair PLACE of each word, as two bf16 numbers 128 + q."""
     return ((words >> 4 * PLACE) & 0x000F000F) | 0x43004300
 
 
@@ -91,7 +87,6 @@ def _bf16(bits):
 
 @triton.jit
 def _offsets(zero, row, group, inside, GROUPS: constexpr):
-    """128 + z of rows [n, 1] and groups [1, g], fp32."""
     words = tl.load(zero + (row // 8) * GROUPS + group, inside, 0)
     return 128.0 + ((words >> (4 * (row % 8)).to(tl.int32)) & 15).to(tl.float32)
 
@@ -119,14 +114,12 @@ def _scaled_pair(bits, offset, scale):
 
 @triton.jit
 def _twice(x):
-    """bf16 -> a pair of it."""
     return (x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 65537
 
 
 @triton.jit
 def _by_half(x, GROUP: constexpr):
-    """Values of groups [n, g] -> of the words [n, w] of their columns: of pairs 0 and 1, of pairs 2
-    and 3."""
+    """Values of groups [n, g] -> [n, w] for words' pairs 0 and 1, for pairs 2 and 3."""
     if GROUP < 64:
         first, second = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
         first, second = _spread(first, 8), _spread(second, 8)
@@ -138,10 +131,8 @@ def _by_half(x, GROUP: constexpr):
 
 @triton.jit
 def load_words(weight, scale, zero, row, k, K: constexpr, GROUP: constexpr, BK: constexpr):
-    """Columns [k, k + BK) of rows `row` [n, 1] (int64) of W [m, K]: words [n, BK / 8]; scales of
-    pairs 0 and 1, of 2 and 3; 128 + z of both.
-
-    fp32, or with bf16 scales pairs of bf16 and -(128 + z). Zeros after K.
+    """Columns [k, k + BK) of rows `row` [n, 1] (int64) of W [m, K]: words [n, BK / 8]; scales of pairs 0 and 1, of 2 and 3; 128 +
+    z likewise. fp32; with bf16 scales pairs of bf16 and -(128 + z). Zeros after K.
     """
     GROUPS: constexpr = K // GROUP
     word = k // 8 + tl.arange(0, BK // 8)[None, :]
@@ -171,8 +162,7 @@ def load_words(weight, scale, zero, row, k, K: constexpr, GROUP: constexpr, BK: 
 
 @triton.jit
 def pair_tile(loaded, PLACE: constexpr, DTYPE: constexpr):
-    """Pair PLACE of `load_words`' words [n, w] -> values [n, 2 w] of DTYPE, in the order of
-    `run_columns`."""
+    """Pair PLACE of `load_words`' words [n, w] -> values [n, 2 w] of DTYPE, ordered as `run_columns`."""
     words, factor, offset = loaded[0], loaded[1 + PLACE // 2], loaded[3 + PLACE // 2]
     bits = _pair(words, PLACE)
     if factor.dtype == tl.float32:

@@ -1,21 +1,16 @@
 """All-reduce, post-norm, residual add and the next pre-norm in one launch: Gemma's sandwich.
 
-    s = cast( p_0 + p_1 + ... + p_{n-1} )                   each rank's part, in rank order, in fp32
-    h = ( r + rms_norm(s; post) ) * scalar                  with two parts: rms_norm( rms_norm(s_a; a) + rms_norm(s_b; b); post)
-    h = s * scale                                           the first fused norm: an embedding has no residual and no norm
+    s = cast( p_0 + ... + p_{n-1} )                 each rank's part, in rank order, in fp32
+    h = ( r + rms_norm(s; post) ) * scalar          with two parts: rms_norm( rms_norm(s_a; a) + rms_norm(s_b; b); post)
+    h = s * scale                                   the first, of an embedding
     x = rms_norm(h; next_norm)
 
-**Over ranks** (`AllReduceInbox`) there is no barrier. A rank writes its part into every peer's inbox,
-then polls its own: an empty inbox holds -0.0, which parts write as +0.0.
+Ranks need no barrier. Each writes its part into every peer's inbox, polls its own for all parts, reads them and empties it. Empty
+is -0.0, which parts write as +0.0. No rank writes part k + 1 before it has read all parts k. Five buffers, two for a forward's
+first two calls and three in turn for the rest, keep forwards of any number of calls apart.
 
-    call k     write part k to the peers | wait for all parts k | read them, put -0.0 back | h, x
-    call k+1   begins after k on every rank, so no rank writes k+1 before it has read all of k
-
-Five buffers, two for a forward's first two calls and three in turn for the rest, keep forwards of
-any number of calls apart.
-
-**Sharded**, for many rows on more than two ranks: rank i sums and norms rows r with r mod n = i,
-keeps their residual, and sends x to all ranks, or h without a next norm.
+**Sharded**, for many rows on more than two ranks: rank i sums and norms rows r with r mod n = i, keeps their residual, and sends
+x, or h without a next norm, to all ranks.
 """
 
 from collections.abc import Sequence
@@ -64,7 +59,7 @@ class Inbox:
 
 
 class AllReduceInbox(Inbox):
-    """One rank's inbox, of `bytes(...)` bytes, for rows of at most `width` elements."""
+    """Takes rows of at most `width` elements."""
 
     sharded_rows = 65  # from which on fused norms are sharded
     sent_rows = 64  # up to which products write their parts themselves (`kernels.linear.linear_send`): none of them is sharded
@@ -116,9 +111,8 @@ def fused_allreduce_norm(
 ) -> tuple[Tensor, Activations | None]:
     """part [T, n], or [T, 2 n] for two parts -> (h [T, n], x [T, n] or None), in part's dtype.
 
-    With `peers`, part is this rank's; otherwise the whole sum, perhaps as [parts, T, n]
-    (`kernels.linear.linear_parts`). residual [T, n]; None: h = s * scale. If peers shard the rows, h
-    has only this rank's, and the next fused norm must get it unchanged.
+    With `peers`, part is this rank's; otherwise the whole sum, perhaps as [parts, T, n] (`kernels.linear.linear_parts`). residual
+    [T, n]; None: h = s * scale. If rows are sharded, h has only this rank's, and the next fused norm must get it.
     """
     buffer, stages = 0, _ONE_SHOT
     if isinstance(part, InboxPart):
@@ -162,7 +156,7 @@ def _launch(
     buffer: int,
     stages: tuple[bool, ...] = _ONE_SHOT,
 ) -> None:
-    """Run some `stages`: fewer if the product has sent the part, one at a time under the interpreter."""
+    """stages: fewer after a product that sent the part; one at a time under the interpreter."""
     rows, n = h.shape
     size, inbox_rows, width = (1, 0, 0) if peers is None else (peers.size, peers.rows, peers.width)
     group = (None, None, None, 0) if peers is None else (peers.pointers, peers.inbox, peers.errors, peers.rank)
@@ -180,7 +174,7 @@ def _launch(
 
 
 def row_warps(n: int, dtype: torch.dtype) -> int:
-    """At most one warp for a warp's worth of words: two warps must not poll the same word."""
+    """At most a warp for each 32 words: two warps must not poll the same word."""
     words = next_power_of_2(n) * dtype.itemsize // 4
     return max(1, min(8 if n > 2048 else 4, words // 32))
 
@@ -206,7 +200,7 @@ def hidden(total, post, residual, scalar, scale, N: constexpr, eps, dtype: const
 
 @triton.jit
 def inboxes_of(pointers, dtype: constexpr, SIZE: constexpr):
-    """Pointers to SIZE inboxes, constant, so read before the PDL wait."""
+    """Constant, so they may be read before the PDL wait."""
     inboxes: tl.tuple = ()
     for peer in tl.static_range(SIZE):
         inboxes += (tl.multiple_of(tl.load(pointers + peer), 16).to(tl.pointer_type(dtype)),)
@@ -215,9 +209,7 @@ def inboxes_of(pointers, dtype: constexpr, SIZE: constexpr):
 
 @triton.jit
 def send(bits, inboxes, offset, lane, live, SIZE: constexpr, EMPTY: constexpr):
-    """Write bits to elements `offset + lane` of every inbox. The separate `offset` keeps lanes 32 bits
-    wide.
-    """
+    """Write bits to every inbox. The separate `offset` keeps lanes 32 bits wide."""
     sent = without_negative_zero(bits, EMPTY)
     for peer in tl.static_range(SIZE):
         tl.store(inboxes[peer] + offset + lane, sent, live)
@@ -225,7 +217,7 @@ def send(bits, inboxes, offset, lane, live, SIZE: constexpr, EMPTY: constexpr):
 
 @triton.jit
 def _negative_zeros(bits, EMPTY: constexpr):
-    """EMPTY where a value is -0.0, else 0: the sign bit of each of the one or two values in `bits`."""
+    """The sign bit of each -0.0 among the values in `bits`."""
     # Adding all ones to the rest of -0.0 does not carry into the sign.
     return bits & EMPTY & ~((bits & ~EMPTY) + ~EMPTY)
 
@@ -237,9 +229,7 @@ def without_negative_zero(bits, EMPTY: constexpr):
 
 @triton.jit
 def polled(polls, deadline, errors):
-    """(now, deadline) after one more poll; deadline 0: not begun, negative: over. About every ms it
-    reads the clock and the error flag.
-    """
+    """(polls, deadline) after one more poll; deadline 0: not begun, negative: over."""
     LOOK: constexpr = 1 if INTERPRET else 1024
     polls += 1
     if polls % LOOK == 0:
@@ -268,7 +258,7 @@ def _missing(parts, COUNT: constexpr, EMPTY: constexpr):
 
 @triton.jit
 def _receive(inbox, offset, lane, live, errors, STRIDE: constexpr, COUNT: constexpr, EMPTY: constexpr):
-    """Wait for COUNT parts of a row; returns their words and empties the inbox."""
+    """Waits for COUNT parts of a row, and empties the inbox."""
     parts = _parts(inbox, offset, lane, live, STRIDE, COUNT)
     missing, polls, deadline = _missing(parts, COUNT, EMPTY), 0, tl.full((), 0, tl.int64)
     while (missing > 0) & (deadline >= 0):
@@ -284,7 +274,6 @@ def _receive(inbox, offset, lane, live, errors, STRIDE: constexpr, COUNT: conste
 
 @triton.jit
 def _sum(parts, COUNT: constexpr, dtype: constexpr):
-    """Sum of parts in rank order, in fp32, rounded to `dtype`."""
     if dtype == tl.float32:
         total = parts[0].to(tl.float32, bitcast=True)
         for rank in tl.static_range(1, COUNT):

@@ -1,7 +1,7 @@
 """Checks the kernels that write into other ranks' memory against plain torch.
 
-Every rank draws the inputs of all. All ranks must run the same checks in the same order, or the
-others poll to their bound and fail.
+Every rank draws the inputs of all. All ranks must run the same checks in the same order; otherwise they poll to their bound and
+fail.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,8 +43,6 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _allreduce_norms(draw: RandomInputs, group: AllReduceInbox, rows: int, n: int, branches: int) -> Outputs:
-    """A layer's fused norm and, of one part, a forward's first. Of shared rows h is this rank's
-    own."""
     parts = draw.floats(group.size, rows, branches * n)
     parts[..., 5::31] = -0.0  # what an inbox takes for nothing
     own = slice(group.rank, None, group.size) if rows >= group.sharded_rows else slice(None)
@@ -68,7 +66,6 @@ def _sent_product(draw: RandomInputs, group: AllReduceInbox, rows: int, n: int) 
 
 
 def _choices(draw: RandomInputs, group: ArgmaxInbox) -> Outputs:
-    """The last row has a NaN among the last rank's logits."""
     logits, batch = sampled_rows(draw, group.size * _SHARE)
     logits[3, -1] = torch.nan
     rows, first, inbox = min(4, group.rows), 0, None

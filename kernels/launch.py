@@ -1,14 +1,14 @@
-"""Where every Triton kernel starts: options, programmatic dependent launch, late compilations.
+"""Launches Triton kernels: options, programmatic dependent launch, late compilations.
 
-Programmatic dependent launch (PDL, from sm_90): a kernel's CTAs may start while the previous kernel
-runs. Such a kernel declares `PDL: constexpr` and calls
+With programmatic dependent launch (PDL, from sm_90) a kernel's CTAs may start while the previous kernel runs. Such a kernel
+declares `PDL: constexpr` and calls
 
-    wait(PDL)      blocks until all earlier kernels of the stream have ended and their writes are visible. Every CTA calls it before
-                   its end. If the previous kernel triggers after its own wait, the next may read, before its wait, what was written
-                   before that kernel (`kernels.verify`)
+    wait(PDL)      blocks until all earlier kernels of the stream have ended and their writes are visible. Every CTA must call it.
+                   If the previous kernel triggers after its own wait, the next may read before its wait what was written before
+                   that kernel
     trigger(PDL)   the next kernel may start once every CTA of this one has called it or ended
 
-A kernel without `PDL` is launched without the attribute, so it cannot end before its predecessors.
+A kernel without `PDL` cannot end before its predecessors.
 """
 
 import time
@@ -118,7 +118,6 @@ def shared_memory(x: OnDevice) -> int:
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 3, registers: int | None = None, **constexprs: Any
 ) -> None:
-    """Start `kernel` on the current device and stream. `PDL` follows from the GPU, if declared."""
     if "PDL" in kernel.arg_names:
         constexprs["PDL"] = _has_pdl()
     choices = {**constexprs, "warps": warps, "stages": stages, "registers": registers}
@@ -134,14 +133,14 @@ def launch(
 
 
 def compiler_options(choices: dict[str, Any]) -> dict[str, Any]:
-    """A launch's options in Triton's words. Multiply-adds are fused: from 3.9 on Triton warns otherwise."""
+    """A launch's options in Triton's words. From 3.9 on Triton warns without `enable_fp_fusion`."""
     options = {"num_warps": choices["warps"], "num_stages": choices["stages"], "maxnreg": choices["registers"]}
     return {**options, "launch_pdl": choices.get("PDL", False), "enable_fp_fusion": True}
 
 
 def on_second_stream(run: Callable[[], Tensor], x: OnDevice) -> PendingTensor:
-    """Run `run`, which reads `x`, on a second stream; on a CPU at once. The returned function gives the
-    result; call it before `x` is freed.
+    """Run `run`, which reads `x`, on a second stream; on a CPU at once. Call the returned function for the result before `x` is
+    freed.
     """
     if not x.is_cuda:
         result = run()
@@ -159,7 +158,7 @@ def on_second_stream(run: Callable[[], Tensor], x: OnDevice) -> PendingTensor:
 
 
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU, or of the recorder's target; 1 on a CPU."""
+    """1 on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return _launcher.processors if device.type == "meta" else 1
@@ -167,8 +166,8 @@ def processors(device: torch.device) -> int:
 
 @contextmanager
 def recorded(recorder: Callable[..., None], target: tuple[int, int] | None, processors: int) -> Iterator[None]:
-    """`recorder` gets each launch. With a `target` (compute capability) nothing starts, and ops on meta
-    tensors choose as on such a GPU.
+    """`recorder` gets each launch. With a `target` (compute capability) nothing starts, and ops on meta tensors choose as on that
+    GPU.
     """
     assert _launcher.recorder is None, "a recorder is active"
     _launcher.recorder, _launcher.target, _launcher.processors = recorder, target, processors
@@ -179,7 +178,6 @@ def recorded(recorder: Callable[..., None], target: tuple[int, int] | None, proc
 
 
 def ready() -> None:
-    """Count compilations from here on as late."""
     _launcher.ready = True
 
 

@@ -4,10 +4,8 @@
     linear(x; W, GEGLU)          = cast( gelu_tanh(x G^T) * x U^T )        W = [G; U]
     linear(x; W, gelu_times(u))  = cast( gelu_tanh(x W^T) * u )
 
-x [T, n], W [m, n], contiguous; W is plain, or packed (`kernels.packed`). One row or two: `_gemv`.
-Up to 64, more with few outputs: `_gemm`. Otherwise, and for dtypes other than bf16: the library. A
-row's result depends only on that row, and on the kernel and tile that `kernels.tiles` names for the
-row count.
+One row or two: `_gemv`. Up to 64, more with few outputs: `_gemm`. Otherwise, and for dtypes other than bf16: the library. A row's
+result depends only on that row and on the row count's tile (`kernels.tiles`).
 """
 
 from typing import NamedTuple
@@ -56,8 +54,7 @@ def gelu_times(up: Tensor) -> Epilogue:
 def linear(
     x: Activations, weight: Matrix, epilogue: Epilogue = NONE, out: Tensor | None = None, added: LowRank | None = None
 ) -> Tensor:
-    """x [T, n], weight [m, n] -> [T, m] in the epilogue's dtype, or in `out`; gated: weight [2 m,
-    n]. `added` comes before the epilogue.
+    """x [T, n], weight [m, n], gated [2 m, n] -> [T, m] in the epilogue's dtype, or in `out`. `added` comes before the epilogue.
 
     Few gated rows on a GPU stay fp32 until the one cast; others are rounded before the gate.
     """
@@ -79,15 +76,15 @@ def linear(
 
 
 def linear_gated(x: Activations, weight: Matrix) -> Activations:
-    """`linear` with GEGLU for a packed product: the result of many rows is `PackedRows`."""
+    """`linear` with GEGLU; many rows of a packed product give `PackedRows`."""
     if enabled(x) and _tile(x, packed_matrix(weight), gated=True) is None:
         return geglu_rows(linear(x, weight))
     return linear(x, weight, GEGLU)
 
 
 def linear_send(x: Activations, weight: Matrix, peers: AllReduceInbox, added: LowRank | None = None) -> InboxPart | None:
-    """x [T, n], weight [m, n]: this rank's part of a sum, `added` included, written to every inbox by
-    the product's kernel. None if that kernel cannot do it all; then nothing was sent.
+    """This rank's part of a sum, `added` included, written to every inbox by the product's kernel. None: that kernel cannot do it
+    all, and nothing was sent.
     """
     packed = packed_matrix(weight)
     tile = _tile(x, packed, adapted=added is not None) if len(x) <= peers.sent_rows else None
@@ -100,9 +97,7 @@ def linear_send(x: Activations, weight: Matrix, peers: AllReduceInbox, added: Lo
 
 
 def linear_parts(x: Activations, weight: Matrix, added: LowRank | None = None) -> Tensor:
-    """x [T, n], weight [m, n] -> [T, m]; or, where few outputs leave processors idle, fp32 [parts, T,
-    m] for `kernels.fused_allreduce_norm`.
-    """
+    """`linear`; where few outputs leave processors idle, fp32 [parts, T, m] for `kernels.fused_allreduce_norm`."""
     packed = packed_matrix(weight)
     tile = _tile(x, packed, parts=True, adapted=added is not None)
     if tile is None or tile.splits == 1 or not (added is None or added.fits(tile, gated=False)):
@@ -125,7 +120,6 @@ def _library(x: Activations, weight: PackedMatrix, out: Tensor) -> Tensor:
 
 
 def _tile(x: Activations, weight: PackedMatrix, *, gated: bool = False, parts: bool = False, adapted: bool = False) -> Tile | None:
-    """The product's tile, or None for the library."""
     rows, n = x.shape
     assert n == weight.columns, (x.shape, weight.values.shape)
     assert weight.dtype in (None, x.dtype), (x.dtype, weight.dtype)
@@ -188,7 +182,6 @@ def _store(
 
 @triton.jit
 def _load(base, TURN: constexpr, K: constexpr, BK: constexpr, POLICY: constexpr):
-    """Columns [TURN BK, (TURN + 1) BK) of the rows at `base` [rows, 1]; zeros after K."""
     offset = TURN * BK + tl.arange(0, BK)[None, :]
     inside = (offset < K) | ((TURN + 1) * BK <= K)
     return tl.load(base + offset, inside, 0.0, eviction_policy=POLICY)
@@ -196,7 +189,6 @@ def _load(base, TURN: constexpr, K: constexpr, BK: constexpr, POLICY: constexpr)
 
 @triton.jit
 def _add_products(sums, tile, values, LANE: constexpr):
-    """Add a weight tile [BN, BK] times a row [1, BK] to `sums` [BN, BK / LANE]."""
     products = tl.reshape(tile.to(tl.float32) * values, [sums.shape[0], sums.shape[1], LANE])
     return sums + tl.sum(products, 2)
 
@@ -257,8 +249,8 @@ def _gemm(
     WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr, ADAPTERS: constexpr, TOGETHER: constexpr,
     SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of up to ROWS rows, BLOCKS of one block. Rows after T are zero: repeating one makes
-    all CTAs wait for its cache lines. No trigger: the next kernel's CTAs would displace its own.
+    """BN outputs of ROWS rows; BLOCKS: there are several blocks of rows. Rows after T are zero: repeating one makes all CTAs wait
+    for its cache lines. No trigger: the next kernel's CTAs would displace its own.
     """
     start = tl.program_id(0) * BN
     column = start + tl.arange(0, BN)

@@ -1,19 +1,14 @@
 """Low-rank products of rows that have adapters, added to the product of the model's own matrix.
 
-    out_t += B_s,p A_s,p x_t       s = index_t, the adapter of row t; of -1 nothing is added; p: part of the outputs
+    out_t += B_s,p A_s,p x_t       s = index_t, the adapter of row t, -1: none
 
-Part p has the outputs [ends[p - 1], ends[p]) and an A of its own: q, k and v are one product of the model, and three of an adapter.
-A's product is fp32; it is rounded to the matrices' dtype for B's, which is summed in fp32 and rounded with what it is added to.
+Part p, the outputs [ends[p - 1], ends[p]), has its own A: q, k and v are one product of the model. A's product is fp32, rounded
+to the matrices' dtype for B's, which is summed in fp32 and rounded after the addition.
 
-    `_shrink` (rows, adapter among theirs, columns of A's product, share of n)     fp32 sums of each share
-
-Of many rows, and of experts, another kernel follows the product:
-
-    `_expand` (rows, adapter among theirs, outputs)                                adds the shares, multiplies by B, adds to `out`
-
-Of few rows the product's own kernel does that (`kernels.linear._gemm`, of one row or two as well), and both run at the same time:
-the product's kernel multiplies by the model's matrix before `_shrink` has ended. It learns from a word that the kernels before have
-ended. All CTAs of `_shrink` run by then, so it does not wait for one that cannot start.
+`_shrink` gives fp32 sums of A's product for shares of n. For many rows, or experts, `_expand` follows the product: it adds the
+shares, multiplies by B and adds to `out`. For few rows the product's own kernel (`kernels.linear._gemm`) does so, and overlaps
+`_shrink`. The word `begun` tells it that the kernels before `_shrink` have ended. All CTAs of `_shrink` run by then, so it never
+waits for one that cannot start.
 """
 
 from collections.abc import Sequence
@@ -40,12 +35,10 @@ _LAST = constexpr(0x7FFFFFFF)  # no adapter has this index
 
 
 class LowRank(NamedTuple):
-    """What adapters add to the product of x.
-
-    x       [T, n], plain
-    of_row  int32 [T], the adapter of each row
+    """x       [T, n], plain
+    of_row  int32 [T], each row's adapter
     a       [adapters, parts * r, n]
-    b       [adapters, m, r]; its memory is [m, adapters, r], or of experts' adapters contiguous
+    b       [adapters, m, r]; in memory [m, adapters, r], or contiguous for experts
     ends    of the parts' outputs, one to three
     begun   int32 [1], 0: a word of this product alone
     """
@@ -58,7 +51,6 @@ class LowRank(NamedTuple):
     begun: Tensor
 
     def fits(self, tile: Tile, *, gated: bool) -> bool:
-        """Whether the product's own kernel, with this tile, adds it."""
         rank = self.b.shape[2]
         parts = len(self.ends) == 1 or gated or all(end % tile.bn == 0 for end in self.ends)
         fits = parts and rank <= _MOST_RANK and rank & (rank - 1) == 0
@@ -68,7 +60,6 @@ class LowRank(NamedTuple):
         add_lora(out, self.x, self.of_row, self.a, self.b, self.ends)
 
     def shrink(self, tile: Tile) -> "Shrunk":
-        """Start A's product for the product's own kernel, with this tile."""
         check_contiguous(self.x, self.of_row, self.a)
         n = self.x.shape[1]
         adapters, m, r = self.b.shape
@@ -83,7 +74,7 @@ class LowRank(NamedTuple):
 
 
 class Shrunk(NamedTuple):
-    """Arguments and constexprs of the product's kernel. together: how many adapters the one for several rows takes at once."""
+    """together: adapters that `expand_rows` multiplies at once."""
 
     arguments: tuple[Any, ...]
     constexprs: dict[str, int]
@@ -127,7 +118,7 @@ def add_lora(out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: 
 
 
 def _shrink_all(x: Tensor, index: Tensor, a: Tensor, columns: int, block: int, width: int, begun: Tensor | None = None) -> Tensor:
-    """A's product of all rows, fp32 [shares, T, columns], by CTAs of `block` rows and `width` columns."""
+    """fp32 [shares, T, columns]."""
     rows, n = x.shape
     share = cdiv(cdiv(n, min(_MOST_SHARES, cdiv(n, _SHARE))), _TURN) * _TURN
     inner = torch.empty((cdiv(n, share), rows, columns), dtype=torch.float32, device=x.device)
@@ -165,8 +156,6 @@ def _shrink_rows(
     x, a, inner, row, own, adapter, first, share, T,
     N: constexpr, INNER: constexpr, WIDTH: constexpr, SHARE: constexpr, TURN: constexpr,
 ):  # fmt: skip
-    """The rows of `row` [ROWS] whose own adapter this is, times WIDTH rows of its A from `first`
-    on, over a share of n."""
     mine = (own == adapter)[:, None]
     column = first + tl.arange(0, WIDTH)
     lane = tl.arange(0, TURN)
@@ -184,7 +173,7 @@ def _shrink_rows(
 
 @triton.jit
 def wait_for_x(begun):
-    """Waits until the kernels before `_shrink` have ended; what they wrote is visible then."""
+    """Waits until the kernels before `_shrink` have ended; their writes are visible."""
     state = tl.atomic_add(begun, 0, sem="acquire")
     while state == 0:
         state = tl.atomic_add(begun, 0, sem="acquire")
@@ -201,9 +190,8 @@ def expand_rows(
     M: constexpr, RANK: constexpr, PARTS: constexpr, ADAPTERS: constexpr, TOGETHER: constexpr, SHARES: constexpr,
     SWAP: constexpr,
 ):  # fmt: skip
-    """Add B's product to `total` [ROWS, BN], with SWAP [BN, ROWS]. TOGETHER adapters are one
-    matrix: a row's values stand in its own adapter's columns, with zeros in the others'. own: each
-    row's adapter."""
+    """Add B's product to `total` [ROWS, BN], with SWAP [BN, ROWS]. own: each row's adapter. TOGETHER adapters are one matrix: a
+    row's values stand in its adapter's columns, zeros in the others'."""
     COLUMNS: constexpr = TOGETHER * RANK
     lane = tl.arange(0, RANK)
     of_row = inner + row[:, None] * (PARTS * RANK) + part * RANK + lane[None, :]
@@ -228,7 +216,6 @@ def _shrink(
     x, a, index, inner, begun, T, groups,
     N: constexpr, INNER: constexpr, WIDTH: constexpr, SHARE: constexpr, ROWS: constexpr, TURN: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Up to ROWS rows times WIDTH rows of A, over SHARE of the inner dimension. `begun` is not 0 once x is there."""
     trigger(PDL)
     wait(PDL)
     if PDL and begun is not None:

@@ -1,9 +1,7 @@
 """RMSNorm and the fused norm of Gemma's sandwich.
 
-    rms_norm(x; w)       = cast( x * (mean(x^2) + eps)^(-1/2) * w )            all in fp32, one cast; w as stored, not 1 + w
-    norm_add(r, x; w, s) = ( r + rms_norm(x; w) ) * s                          the add and the product in x's dtype
-
-As in transformers, each of the norm and the sum is rounded.
+    rms_norm(x; w)       = cast( x * (mean(x^2) + eps)^(-1/2) * w )            in fp32; w as stored, not 1 + w
+    norm_add(r, x; w, s) = ( r + rms_norm(x; w) ) * s                          in x's dtype, as in transformers
 """
 
 import torch

@@ -14,7 +14,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def cast(x, DTYPE: tl.constexpr):
-    """fp32 -> DTYPE, to the nearest, ties to even; e4m3 saturates at 448."""
+    """fp32 -> DTYPE, to nearest even; e4m3 saturates at 448."""
     if INTERPRET and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
@@ -32,7 +32,6 @@ def cast(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def operand(x):
-    """Page numbers for products: e4m3 as fp16, others unchanged."""
     if x.dtype == tl.float8e4nv:
         x = x.to(tl.float16)
     return x
@@ -40,7 +39,7 @@ def operand(x):
 
 @triton.jit
 def halves(x):
-    """x of int16, each two e4m3 numbers -> the low ones and the high ones, in fp16."""
+    """int16 -> its low and its high e4m3 number, in fp16."""
     if INTERPRET:
         low = (x & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         return low, (x >> 8 & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
@@ -53,7 +52,7 @@ def halves(x):
 
 @triton.jit
 def dot(a, b):
-    """a [m, k] times b [k, n], summed in fp32; fp32 operands are not cut to tf32."""
+    """a [m, k] times b [k, n], in fp32; fp32 operands are not cut to tf32."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b, input_precision="ieee")
@@ -61,7 +60,7 @@ def dot(a, b):
 
 @triton.jit
 def add_product(x, weight, total, SWAP: tl.constexpr):
-    """x [m, k], weight [n, k]: total [m, n] + x weight^T; with SWAP total [n, m] + weight x^T."""
+    """total [m, n] + x [m, k] weight [n, k]^T; with SWAP total is transposed."""
     if INTERPRET:
         x, weight = x.to(tl.float32), weight.to(tl.float32)
     if SWAP:

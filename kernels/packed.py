@@ -1,11 +1,10 @@
 """Packed weight matrices, and activations packed for their products.
 
-    fp8     W = values * scale      values e4m3 [m, n], scale fp32 [m]: one for each output channel
-            x = values * scale      values e4m3 [T, n], scale fp32 [T]: the row's largest magnitude / 448
+    fp8     W = values * scale      a scale for each output channel
+            x = values * scale      a scale for each row: its largest magnitude / 448
     int4    W = (q - z) * scale     `kernels.four_bits`; x is not packed
 
-fp8 products sum e4m3 x e4m3 in fp32 and multiply by both scales; int4 weights are rounded to x's
-dtype first.
+fp8 products sum in fp32 and multiply by both scales; int4 weights are rounded to x's dtype first.
 """
 
 from dataclasses import dataclass
@@ -28,10 +27,10 @@ Load = Literal["plain", "fp8", "int4"]
 
 
 class PackedMatrix(NamedTuple):
-    """W [m, n], or of each expert [experts, m, n], as kernels load it.
+    """W [m, n], or [experts, m, n], as kernels load it.
 
     plain   values [..., m, n]
-    fp8     values [..., m, n], scale fp32 [..., m]
+    fp8     values e4m3 [..., m, n], scale fp32 [..., m]
     int4    values int32 [..., m, n / 8], scale [..., m, groups] of x's dtype, zero int32 [..., m / 8, groups] or None
     """
 
@@ -56,7 +55,6 @@ class PackedMatrix(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Neighbouring columns that share a scale; 0 without groups."""
         if self.load != "int4":
             return 0
         assert self.scale is not None
@@ -118,13 +116,12 @@ def packed_matrix(matrix: Matrix) -> PackedMatrix:
 
 
 def fp8_matrix(matrix: Tensor) -> PackedMatrix:
-    """[..., m, n] of any float dtype -> fp8 with a scale for each output channel."""
     scale = (matrix.abs().amax(-1).float() / LARGEST).clamp_min(_LEAST_SCALE)
     return PackedMatrix((matrix.float() / scale[..., None]).to(E4M3), scale, "fp8")
 
 
 def unpacked(matrix: PackedMatrix) -> Tensor:
-    """Values: fp32, those of int4 in its scale's dtype."""
+    """Values: fp32, or for int4 its scale's dtype."""
     if matrix.load == "int4":
         assert matrix.scale is not None
         return unpacked_groups(matrix.values, matrix.scale, matrix.zero)
@@ -133,7 +130,7 @@ def unpacked(matrix: PackedMatrix) -> Tensor:
 
 
 def pack_rows(x: Activations) -> PackedRows:
-    """x [T, n] -> rows in e4m3 with a scale each. A row with NaN or infinity gives NaN."""
+    """x [T, n] -> e4m3 rows. A row with NaN or infinity gives NaN."""
     if isinstance(x, PackedRows):
         return x
     check_contiguous(x)
@@ -154,13 +151,12 @@ def operands(x: Activations, weight: PackedMatrix) -> tuple[Tensor, Tensor | Non
 
 
 def scale_warps(block: int) -> int:
-    """Warps for a row of up to `block` numbers. More would wait while the previous product runs."""
+    """More warps would wait while the previous product runs."""
     return 4 if block <= 8192 else 8
 
 
 def scaled_product(x: PackedRows, weight: PackedMatrix, out: Tensor) -> Tensor:
-    """x [T, n] and an fp8 weight [m, n] -> `out` [T, m], by the library, which needs multiples of
-    16 on a GPU."""
+    """x [T, n] times an fp8 weight [m, n] -> `out` [T, m]; the library needs multiples of 16 on a GPU."""
     assert weight.scale is not None
     multiples = x.shape[1] % 16 == 0 and weight.rows % 16 == 0
     if out.is_cuda and enabled(out) and out.dtype == torch.bfloat16 and multiples and len(out):
@@ -172,7 +168,6 @@ def scaled_product(x: PackedRows, weight: PackedMatrix, out: Tensor) -> Tensor:
 
 @triton.jit
 def scaled(total, x_scale, scale, row, column, M: constexpr):
-    """fp8 sums times the scales of their rows of x and of W [M, n]; other sums unchanged."""
     if x_scale is not None:
         total *= tl.load(x_scale + row) * tl.load(scale + tl.minimum(column, M - 1))
     return total
@@ -189,7 +184,7 @@ def scaled_tile(total, x_scale, scale, row, column, M: constexpr, SWAP: constexp
 
 @triton.jit
 def store_scaled(x, values, scale, row, N: constexpr, BLOCK: constexpr):
-    """Write row x [BLOCK], fp32 with zeros from N on, to `row` of values [T, N] and scale [T]."""
+    """Write row x [BLOCK], fp32 with zeros from N on, to row `row` of values and scale."""
     lane = tl.arange(0, BLOCK)
     factor = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1e-12)
     tl.store(values + row * N + lane, cast(x / factor, values.dtype.element_ty), lane < N)

@@ -2,7 +2,7 @@
 
     o_i = sum_j softmax_j( q_i . k_j ) v_j     over the keys j that query i sees:  j <= last_seen_i, and j > p_i - window
 
-Scale 1.0, no cap; fp32. Unseen values may be NaN: they are replaced, not multiplied by zero.
+Scale 1.0, no cap; fp32. Unseen values may be NaN: they are replaced.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,11 +20,7 @@ _GATHERED = 1 << 20  # elements of K gathered at once: what a cache holds
 def attend_rows(
     q: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, window: int | None, out: Tensor, scales: Tensor | None = None
 ) -> None:
-    """`kernels.verify.verify_attention` in plain torch, of `rows` rows of `q_len` queries.
-
-    q and out [rows * q_len, heads, d]; pool one layer's; page_ids int32 [rows, width]; positions
-    int32 [rows * q_len]
-    """
+    """`kernels.verify.verify_attention` in plain torch."""
     rows = len(page_ids)
     queries, attended = (x.unflatten(0, (rows, -1)) for x in (q, out))
     at = positions.view(rows, -1)
@@ -40,10 +36,9 @@ def attend_rows(
 def attention(
     q: Tensor, pool: Tensor, page_ids: Tensor, first: Tensor, positions: Tensor, window: int | None, last_seen: Tensor
 ) -> Tensor:
-    """q [rows, n, heads, d] at positions int [rows, n] -> the same shape and dtype; undefined below
-    position 0.
+    """q [rows, n, heads, d] at positions int [rows, n] -> its shape and dtype; undefined below position 0. pool as in
+    `decode_attention`.
 
-    pool       one layer's [pages, 2, kv_heads, page, d], K at [:, 0], V at [:, 1]
     page_ids   int [rows, pages]: from page `first` int [rows] on; entries after the last key seen are not read
     last_seen  int [rows, n], the last position that each query sees
     """

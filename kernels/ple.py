@@ -2,7 +2,7 @@
 
     ple = ( rms_norm(context * a; w) + tokens * b ) / sqrt(2)          rms_norm over each layer's part
 
-Each of the five results is rounded to the inputs' dtype, as in transformers.
+Each of the five results is rounded, as in transformers.
 """
 
 import triton

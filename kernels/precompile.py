@@ -1,7 +1,5 @@
-"""Compiles kernels before their first launch, without a GPU or in other processes.
-
-`listed(target)` lists launches without starting them: ops on meta tensors choose as on that GPU.
-`precompile` compiles one into Triton's disk cache, under the key that the launch will look up.
+"""Compiles kernels before their first launch, without a GPU or in other processes: `precompile` fills Triton's disk cache, under
+the key that the launch will look up.
 """
 
 from collections.abc import Hashable, Iterator
@@ -24,8 +22,6 @@ from kernels.launch import INTERPRET, compiler_options, recorded
 
 @dataclass(frozen=True)
 class ListedLaunch:
-    """One launch: kernel, grid, constexprs and options, and the key of its compilation."""
-
     kernel: str
     grid: tuple[int, ...]
     constexprs: dict[str, Any]
@@ -36,13 +32,12 @@ class ListedLaunch:
 
     @property
     def variant(self) -> Hashable:
-        """Identifies the compiled kernel that it needs."""
         return self.function, self.specialization, *compiler_options(self.constexprs).values()
 
 
 def set_cache_keys() -> None:
-    """A key includes a called function's globals only if that function's key was set before
-    (`triton.runtime.jit.DependenciesFinder`), so set all in one order."""
+    """Sets all keys in one order: a key includes a called function's globals only if that function's key was set before
+    (`triton.runtime.jit.DependenciesFinder`)."""
     for module in sorted(iter_modules(kernels.__path__), key=attrgetter("name")):
         for function in vars(import_module(f"kernels.{module.name}")).values():
             if isinstance(function, JITFunction):
@@ -51,8 +46,8 @@ def set_cache_keys() -> None:
 
 @contextmanager
 def listed(target: tuple[int, int] | None = None, processors: int = 132) -> Iterator[list[ListedLaunch]]:
-    """Lists the launches made inside the `with`. With a `target` (compute capability) no kernel
-    starts."""
+    """Lists the launches made inside the `with`. With a `target` (compute capability) no kernel starts: ops on meta tensors
+    choose as on that GPU."""
     launches: list[ListedLaunch] = []
     with recorded(lambda *launched: launches.append(_listed(*launched)), target, processors):
         yield launches
@@ -76,5 +71,4 @@ def _listed(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], choices: 
 
 @cache
 def _binder(kernel: Any) -> Any:
-    """From arguments to what is compiled in."""
     return create_function_from_signature(kernel.signature, kernel.params, BaseBackend)

@@ -1,9 +1,7 @@
 """Paged attention of prefill chunks.
 
-    o_i = sum_j softmax_j( q_i . k_j ) v_j     over the keys j that position i sees:  j <= i, and j > i - window if there is one
-
-In an image's span j <= last_seen_i, the position of its last token, in the same chunk. Scale 1.0,
-no cap; fp32. Unseen pages may be NaN.
+The formula is that of `kernels.paged_attention`. last_seen_i is i, or in an image's span its last token's position, in the same
+chunk. Unseen pages may be NaN.
 """
 
 
@@ -26,7 +24,6 @@ _SCORES = 1 << 26  # scores held at once (256 MiB): long chunks run in blocks of
 
 
 def tile_tokens(heads: int, kv_heads: int) -> int:
-    """Queries in a tile: times heads of a KV head _TILE_ROWS rows."""
     return max(1, _TILE_ROWS // (heads // kv_heads))
 
 
@@ -40,16 +37,13 @@ def extend_attention(
     last_seen: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> None:
-    """q [T, heads, d], normed and roped, in `kernels.qkv.query_dtype` -> out [T, heads, d]; rows
-    without a tile stay.
+    """q [T, heads, d], normed and roped, in `kernels.qkv.query_dtype` -> out [T, heads, d]; rows without a tile stay.
 
-    pool   one layer's [pages, 2, kv_heads, page, d], with the chunks' own keys
+    pool   as in `decode_attention`, with the chunks' own keys; scales too, and q has K's
     table  int32 [slots, width]
-    tiles  int32 [n, 4], (slot, first row, first position, count): consecutive positions and rows; count at most `tile_tokens(...)`,
-           0 is skipped. Below position 0 out is 0
-    window keys a position sees, its own included; None: all
-    last_seen int32 [T]: last position that each row sees, in the same chunk; below its own, or None: its own
-    scales as in `kernels.decode.decode_attention`; q has K's
+    tiles  int32 [n, 4]: slot, first row, first position, count <= `tile_tokens(...)`, 0: skipped. Below position 0 out is 0
+    window keys a position sees, its own included
+    last_seen int32 [T], in the same chunk; below a row's own position, or None: its own
     """
     if not enabled(q):
         for slot, row, position, count in tiles.tolist():
@@ -70,7 +64,7 @@ def extend_attention(
     tokens = max(1, tile_rows // group)
     parts = d // values * cdiv(tile_tokens(heads, kv_heads), tokens)
     launch(
-        _extend, (parts, len(tiles), kv_heads),  # those that read the same keys one after the other
+        _extend, (parts, len(tiles), kv_heads),  # CTAs that read the same keys follow one another
         q, pool, table, tiles, out, table.shape[1], last_seen, scales,
         HEADS=heads, KV_HEADS=kv_heads, D=d, VALUES=values, WINDOW=window or 0, PAGE=page, TOKENS=tokens,
         ROWS=max(tile_rows, next_power_of_2(group)), KEYS=tile_keys, warps=8 if tile_rows >= 64 else 4, stages=2,
@@ -80,9 +74,8 @@ def extend_attention(
 def paged_prefill(
     q: Tensor, pool: Tensor, pages: Tensor, start: int, window: int | None, last_seen: Tensor | None = None
 ) -> Tensor:
-    """q [n, heads, d] at positions start .. start + n - 1 -> [n, heads, d].
-
-    pages  int32 [width], the sequence's page table row; unseen entries are not read. Others as in `extend_attention`
+    """q [n, heads, d] from position `start` on -> [n, heads, d]. pages int32 [width]: a page table row; unseen entries are not
+    read.
     """
     n, heads, _ = q.shape
     assert start + n <= pages.shape[0] * pool.shape[3], (start, n, pages.shape)
@@ -98,10 +91,9 @@ def paged_prefill(
 
 
 def _tile_sizes(d: int, values: int, itemsize: int, stored: int, shared: int) -> tuple[int, int]:
-    """Rows of a CTA and keys of a turn that shared memory holds. stored: bytes of a number in
-    pages; of one byte, registers hold half of a turn's keys in two."""
+    """Rows of a CTA and keys of a turn that fit shared memory. stored: bytes of a number in pages."""
     rows, keys = (16, 16) if itemsize == 4 else (_TILE_ROWS, 64 if d <= 256 else 16 * stored)
-    turn = 4 * (d + values)  # bytes of a key and its value, of which the next turn's are on their way
+    turn = 4 * (d + values)  # bytes of a key and its value: this turn's and the next turn's, in flight
     while keys > 16 and keys * turn > shared * 3 // 4:
         keys //= 2
     while rows > 16 and 2 * d * rows + keys * turn > shared:
@@ -115,10 +107,8 @@ def _extend(
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, VALUES: constexpr, WINDOW: constexpr, PAGE: constexpr, TOKENS: constexpr,
     ROWS: constexpr, KEYS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """TOKENS queries of a tile, times the heads of one KV head; VALUES of V's columns.
-
-    Keys in three runs: the window's edge, where some query does not see all, what all see, the
-    diagonal.
+    """TOKENS queries of a tile, times the heads of one KV head. Keys in three runs: the window's edge, which only some queries
+    see; keys that all see; the diagonal.
     """
     trigger(PDL)
     GROUP: constexpr = HEADS // KV_HEADS
@@ -169,8 +159,6 @@ def _walk(
     q, side, ids, width, first, last, columns, positions, newest, oldest, end, row_max, row_sum, acc,
     KV_HEADS: constexpr, D: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, MASKED: constexpr,
 ):  # fmt: skip
-    """Keys first .. last - 1, `first` a multiple of KEYS; returns the updated maximum, weight sum
-    and value sums."""
     dims = tl.arange(0, D)
     pages = page_of(ids, first, width, KEYS, PAGE)
     for key in tl.range(first, last, KEYS):

@@ -1,12 +1,9 @@
-"""From the QKV product to attention: head norms, rotary embedding, and the write of K and V into
-pages.
+"""From the QKV product to attention: head norms, rotary embedding, and the write of K and V into pages.
 
     norm_rope(x; w)      x' = rms_norm(x; w) over each head, then for the rotated pairs (i, i + d/2), i < pairs:
-                         (x'_i, x'_j) -> (x'_i cos - x'_j sin, x'_j cos + x'_i sin);  all other dims pass through
-    qkv_post             all of it: from the raw product to q, and to K and V in their pages
+                         (x'_i, x'_j) -> (x'_i cos - x'_j sin, x'_j cos + x'_i sin)
 
-fp32 with one cast at the end; e4m3 saturates at 448. transformers also rounds the norm, cos and
-sin.
+fp32 with one cast at the end; transformers also rounds the norm, cos and sin.
 """
 
 
@@ -22,15 +19,13 @@ from kernels.numerics import cast
 
 
 def inverse_frequencies(theta: float, pairs: int, head_dim: int, factor: float = 1.0) -> Tensor:
-    """fp32 [pairs] on the CPU: theta ** (-2 i / head_dim) / factor, in transformers' order of
-    operations."""
+    """fp32 [pairs] on the CPU: theta ** (-2 i / head_dim) / factor, in transformers' order."""
     exponents = torch.arange(0, 2 * pairs, 2, dtype=torch.float32) / head_dim
     return 1.0 / (theta**exponents) / factor
 
 
 def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """x [T, heads, d], weight [d], cos and sin fp32 [T, pairs] with pairs <= d/2 -> [T, heads, d]
-    in `dtype`, else in x's."""
+    """x [T, heads, d], weight [d], cos and sin fp32 [T, pairs], pairs <= d/2 -> [T, heads, d]."""
     half, pairs, rotated = x.shape[-1] // 2, cos.shape[1], rms_norm(x, weight, eps, torch.float32)
     cos, sin = cos[:, None], sin[:, None]
     first, second = rotated[..., :pairs].clone(), rotated[..., half : half + pairs].clone()
@@ -39,7 +34,7 @@ def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, d
 
 
 def query_dtype(qkv: Tensor, pool: Tensor) -> torch.dtype:
-    """fp16 where kernels read e4m3 pages, as products take those keys as fp16; else qkv's."""
+    """fp16 where kernels read e4m3 pages, since products take keys as fp16; else qkv's."""
     return torch.float16 if enabled(qkv) and pool.element_size() == 1 else qkv.dtype
 
 
@@ -49,7 +44,6 @@ def replace_unturned(x: Tensor, other: Tensor, pairs: int) -> Tensor:
 
 
 def by_head(scale: Tensor, heads: int) -> Tensor:
-    """[kv_heads] -> [heads, 1]."""
     return scale.repeat_interleave(heads // len(scale))[:, None]
 
 
@@ -78,11 +72,9 @@ def qkv_post(
 ) -> None:
     """Raw product of T tokens -> normed and roped q [T, heads, d]; K and V go into their pages.
 
-    qkv [T, (heads + kv_projections * kv_heads) * d], cos_sin fp32 [T, 2 * pairs], norms and pool as
-    in `decode_attention`; table int32 [slots, width]; slots and positions int [T]. A padding row
-    (position -1) writes no pages; its q is zero. fold: multiply q by k_norm where rope does not
-    turn it, for attention that reads V in K's place. scales: fp32 [2, kv_heads], what stored K and V
-    are multiplied with; K's goes into q.
+    qkv, cos_sin, norms, pool and scales as in `decode_attention`, K's scale goes into q; table int32 [slots, width]; slots and
+    positions int [T], -1: padding, whose q is zero and which writes no pages. fold: multiply q's unrotated dims by k_norm, for
+    attention that reads V in K's place.
     """
     heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
     kv_projections = (qkv.shape[1] // d - heads) // kv_heads
@@ -126,8 +118,7 @@ def _post(
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, KV_PROJECTIONS: constexpr, PAGE: constexpr,
     FOLD: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One token's query heads of one KV head, with its K and V. It triggers after its wait, so the
-    next kernel may read at once what was written before this one (`kernels.verify`)."""
+    """It triggers after its wait, so the next kernel may read earlier writes at once (`kernels.verify`)."""
     GROUP: constexpr = HEADS // KV_HEADS
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: constexpr = D // 2
@@ -163,8 +154,7 @@ def _post(
 
 @triton.jit
 def append_kv(raw, v_offset, cos_sin, k_norm, line, used, KEPT: constexpr, eps, k_scale, v_scale, D: constexpr, PAIRS: constexpr):
-    """Write K and V of one head, from the raw product, to `line` of a page, K first, V KEPT after
-    it, if `used`."""
+    """If `used`, write K and V of one head to `line` of a page, V KEPT after K."""
     HALF: constexpr = D // 2
     own = tl.arange(0, HALF)[None, :]
     used &= own < HALF
@@ -181,7 +171,6 @@ def append_kv(raw, v_offset, cos_sin, k_norm, line, used, KEPT: constexpr, eps, 
 
 @triton.jit
 def scales_of(scales, head, KV_HEADS: constexpr):
-    """K's and V's of a KV head."""
     if scales is None:
         k, v = 1.0, 1.0
     else:
@@ -191,13 +180,13 @@ def scales_of(scales, head, KV_HEADS: constexpr):
 
 @triton.jit
 def load_halves(offset, live, other: constexpr, HALF: constexpr):
-    """Dims i and i + d/2, fp32 [rows, HALF] each; `other` where a row is not live."""
+    """Dims i and i + d/2, fp32 [rows, HALF] each; `other` where not live."""
     return tl.load(offset, live, other=other).to(tl.float32), tl.load(offset + HALF, live, other=other).to(tl.float32)
 
 
 @triton.jit
 def rope_angles(cos_sin, half, live, PAIRS: constexpr):
-    """cos and sin of pairs [rows, HALF]; 1 and 0 where a pair does not rotate or a row is not live."""
+    """cos and sin of pairs [rows, HALF]; 1 and 0 where not rotated or not live."""
     rotated = live & (half < PAIRS)
     return tl.load(cos_sin + half, rotated, other=1.0), tl.load(cos_sin + PAIRS + half, rotated, other=0.0)
 

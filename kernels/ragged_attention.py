@@ -1,9 +1,8 @@
 """Bidirectional attention within pictures of any sizes, without padding, in one launch.
 
-    out_i = sum_j softmax_j( q_i . k_j ) v_j        over the rows j of the picture of row i; scores are not scaled
+    out_i = sum_j softmax_j( q_i . k_j ) v_j        over the rows j of row i's picture; scores are not scaled
 
-Pictures' rows are consecutive, from `starts`. fp32; weights are rounded to v's dtype. Heads of 72
-are cut into 64 and 8 columns.
+fp32; weights are rounded to v's dtype. Heads of 72 are cut into 64 and 8 columns.
 """
 
 from itertools import pairwise
@@ -20,8 +19,7 @@ from kernels.numerics import cast, dot, softmax_step
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
-    """q, k and v [T, heads, d], contiguous, starts int32 [pictures + 1], rows of the longest one ->
-    [T, heads, d]."""
+    """q, k and v [T, heads, d]; starts int32 [pictures + 1]; longest: most rows of a picture -> [T, heads, d]."""
     out = torch.empty_like(q)
     if not len(q) or not enabled(q):
         for first, last in pairwise(starts.tolist()):
@@ -49,8 +47,7 @@ def _columns(x, rows, columns, live):
 def _attend(
     q, k, v, starts, out, HEADS: constexpr, D: constexpr, REST: constexpr, ROWS: constexpr, KEYS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """ROWS queries of a picture, one head, KEYS keys a turn. 128 registers a thread let two
-    programs fit an SM."""
+    """128 registers a thread let two programs fit an SM."""
     trigger(PDL)
     picture, head = tl.program_id(2), tl.program_id(1)
     wait(PDL)

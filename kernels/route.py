@@ -1,11 +1,10 @@
 """The router: every expert's score for each token, and the choice of the best.
 
-    logits = rms_norm(h) (proj * scale * n^(-1/2))^T       no weight in the norm; all in fp32
-    x      = rms_norm(h; norm)                             the experts' input, in h's dtype: the norms share one variance
-    p = softmax(logits) over all experts;  (e_k, w_k) = top_k(p);  w_k = w_k / sum(w) * per_expert_scale[e_k]
+    logits = rms_norm(h) (proj * scale * n^(-1/2))^T       no weight in the norm; fp32
+    x      = rms_norm(h; norm)                             the experts' input, in h's dtype
+    p = softmax(logits);  (e_k, w_k) = top_k(p);  w_k = w_k / sum(w) * per_expert_scale[e_k]
 
-Ties: the lower expert first. Weights need not sum to one. A row with a NaN has NaN weights and
-valid experts.
+Ties: the lower expert first. A row with a NaN has NaN weights and valid experts.
 """
 
 import torch
@@ -24,8 +23,9 @@ _TILES = ((32, 64, 128, 4, 3), (64, 64, 64, 4, 3))  # to 4096 rows, above: rows,
 
 
 def router_parts(proj: Tensor, scale: Tensor) -> Tensor:
-    """proj fp32 [experts, n], scale fp32 [n] -> bf16 [3, experts, n]: parts whose sum has every bit
-    of fp32, since bf16 x bf16 is exact in fp32."""
+    """proj fp32 [experts, n], scale fp32 [n] -> bf16 [3, experts, n]: parts that sum to every bit of fp32; bf16 x bf16 is exact
+    in fp32.
+    """
     left, parts = proj * scale * proj.shape[1] ** -0.5, []
     for _ in range(3):
         parts.append(left.bfloat16())
@@ -34,7 +34,7 @@ def router_parts(proj: Tensor, scale: Tensor) -> Tensor:
 
 
 def router_logits(h: Tensor, parts: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """h [T, n], `router_parts` [3, experts, n], norm [n] -> (logits fp32 [T, experts], x [T, n])."""
+    """h [T, n], `router_parts`, norm [n] -> (logits fp32 [T, experts], x [T, n])."""
     if not enabled(h):
         return rms_norm(h, None, eps, torch.float32) @ parts.float().sum(0).t(), rms_norm(h, norm, eps)
     (rows, n), experts = h.shape, parts.shape[1]
@@ -60,8 +60,7 @@ def router_logits(h: Tensor, parts: Tensor, norm: Tensor, eps: float) -> tuple[T
 
 
 def route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """logits fp32 [T, experts], per_expert_scale fp32 [experts] -> (weights fp32 [T, top_k],
-    experts int32 [T, top_k])."""
+    """logits fp32 [T, experts], per_expert_scale fp32 [experts] -> weights fp32 and experts int32 [T, top_k]."""
     if not enabled(logits):
         weights, chosen = logits.softmax(-1).topk(top_k)
         return weights / weights.sum(-1, keepdim=True) * per_expert_scale[chosen], chosen.int()
@@ -94,8 +93,6 @@ def _logits(
     h, parts, norm, logits, x, T, eps,
     N: constexpr, EXPERTS: constexpr, SHARES: constexpr, ROWS: constexpr, WIDTH: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """The first SHARES CTAs of a group of ROWS rows compute WIDTH experts each, the other ROWS a
-    row's x."""
     trigger(PDL)
     share, first = tl.program_id(0), tl.program_id(1) * ROWS
     lane = tl.arange(0, BLOCK)
@@ -124,8 +121,6 @@ def _many_logits(
     N: constexpr, EXPERTS: constexpr, SHARES: constexpr, ROWS: constexpr, WIDTH: constexpr, TURN: constexpr, BLOCK: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
-    """The first CTAs score ROWS rows by WIDTH experts each, the others compute a row's x. bf16 rows
-    and weight parts are exact operands."""
     trigger(PDL)
     tiles = (T + ROWS - 1) // ROWS * SHARES
     program = tl.program_id(0)

@@ -1,15 +1,14 @@
 """From logits to tokens: a pure function of a row's logits, seed, position and token ids.
 
-    cap      l  <- c tanh(l / c)                                 the model's own soft cap
+    cap      l  <- c tanh(l / c)
     mask     l_i <- -inf                                         for forbidden ids
     scale    s = l / temperature
-    top_k    keep the k largest s_i                              equal values: lower id first; 0: all
-    top_p    p = softmax over what is kept; keep the shortest prefix, in descending order, whose mass is at least top_p    1: all
-    min_p    keep s_i >= max s + ln(min_p)                       that is p_i >= min_p max p;    0: all
-    choose   argmax over what is kept of s_i + g_i               g_i = -ln(-ln(1 - v)) is standard Gumbel noise
+    top_k    keep the k largest s_i                              ties: the lower id; 0: all
+    top_p    p = softmax over kept; keep the shortest descending prefix of mass at least top_p
+    min_p    keep s_i >= max s + ln(min_p)                       that is p_i >= min_p max p
+    choose   argmax over kept of s_i + g_i                       g_i = -ln(-ln(1 - v)), Gumbel noise
 
-v = (h + 1/2) / 2^32 with h a hash of (seed, position, token id) in int64 without overflow, so every
-device computes the same bits and no order of rows matters.
+v = (h + 1/2) / 2^32, h a hash of (seed, position, token id) in int64 without overflow: the same bits on every device.
 """
 
 import torch
@@ -26,13 +25,11 @@ _HIGHEST = 1.0 - 2.0**-24  # largest fp32 below one: keeps the noise finite
 
 
 def cap(logits: Tensor, softcap: float | None) -> Tensor:
-    """fp32 [R, V], soft-capped."""
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def mask(logits: Tensor, ids: Tensor, first: int) -> Tensor:
-    """-inf at forbidden ids. logits [R, n] of ids first .. first + n - 1; ids int64 [R, m],
-    negative: none."""
+    """-inf at ids int64 [R, m], negative: none. logits [R, n] of ids from `first` on."""
     local = ids - first
     hit = (ids >= 0) & (local >= 0) & (local < logits.shape[1])
     ceiling = torch.where(hit, -torch.inf, torch.inf).to(logits.dtype)
@@ -40,7 +37,7 @@ def mask(logits: Tensor, ids: Tensor, first: int) -> Tensor:
 
 
 def hash32(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """seeds and positions int64 [R], ids int64 [R, n] or [n] -> int64 [R, n], each in [0, 2^32)."""
+    """seeds and positions int64 [R], ids int64 [R, n] or [n] -> int64 [R, n] in [0, 2^32)."""
     mix = _mix.fn
     key = mix(seeds & _LOW)
     key = mix(key ^ ((seeds >> 32) & _LOW) ^ 0x5BD1E995)
@@ -49,14 +46,13 @@ def hash32(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, fp32 [R, n]; arguments as for `hash32`."""
+    """fp32 [R, n]; arguments as for `hash32`."""
     v = (hash32(seeds, positions, ids).float() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-v.clamp(max=_HIGHEST)))
 
 
 def keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """bool [R, V]: what the filters keep of `scaled`, fp32 [R, V], rows descending. The first is
-    always kept."""
+    """bool [R, V]: what the filters keep of `scaled`, fp32 [R, V], rows descending; always the first."""
     width = scaled.shape[1]
     kept = torch.arange(width, device=scaled.device) < torch.where(top_k > 0, top_k, width)[:, None]
     p = scaled.masked_fill(~kept, -torch.inf).softmax(-1)
@@ -80,7 +76,6 @@ def _mix(x):
 
 @triton.jit
 def noise_key(seed, position):
-    """The int64 key that `hash32` mixes with ids."""
     key = _mix(seed & 0xFFFFFFFF)
     key = _mix(key ^ ((seed >> 32) & 0xFFFFFFFF) ^ 0x5BD1E995)
     return _mix(key ^ (position & 0xFFFFFFFF) ^ 0x27D4EB2F)
@@ -88,8 +83,8 @@ def noise_key(seed, position):
 
 @triton.jit
 def gumbel_noise(key, ids):
-    """`gumbel` of a `noise_key`, hashed in 32 bits for speed. -log1p(-v) by its series where 1 - v
-    would round a small v away: small v decide the argmax."""
+    """`gumbel` of a `noise_key`, hashed in 32 bits for speed. A series where 1 - v would round a small v away: small v decide the
+    argmax."""
     hashed = _mix(_mix(ids.to(tl.uint32) + key.to(tl.uint32)) ^ _mix(key ^ 0x165667B1).to(tl.uint32))
     v = tl.minimum((hashed.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))

@@ -7,19 +7,17 @@ from torch import Tensor
 
 BIASED, PENALIZED, LIMITED, BAD_WORDS = 1, 2, 4, 8  # flags of a slot
 GREEDY_BELOW = 1e-5  # temperatures under it are greedy: logits divided by less would overflow into ties
-SMALL_TOP_K = 128  # filters after a top_k up to it are decided by so many best ids of each rank (`kernels.candidates`)
+SMALL_TOP_K = 128  # for a top_k up to this, each rank's best SMALL_TOP_K ids decide the filters (`kernels.candidates`)
 
 
 class SlotParameters(NamedTuple):
-    """How each slot samples."""
-
     integers: Tensor  # int64 [slots, 3]: seed, top_k, first position that may stop
     floats: Tensor  # fp32 [slots, 3]: temperature, top_p, min_p
     stop: Tensor  # int32 [slots, ids], -1: none
 
 
 class SlotAdjustments(NamedTuple):
-    """Logit adjustments of each slot, on a rank with ids first .. first + n - 1."""
+    """Adjustments of each slot, on a rank with n ids from `first` on."""
 
     flags: Tensor  # int32 [slots]: BIASED | PENALIZED | LIMITED | BAD_WORDS
     bias_ids: Tensor  # int32 [slots, m], -1: none

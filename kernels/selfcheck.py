@@ -1,10 +1,7 @@
 """Each kernel once against plain torch, on one ugly shape (`CHECKS`).
 
-    tests/gpu, `quartet doctor --kernels`   run all of them
-    RUN_ON                                  compute capabilities on which they passed; on any other GPU a rank runs them at boot
-
-A kernel may compile for an architecture and be wrong on it. All take half a second, apart from
-compilation. `kernels.inbox_check` and `engine.rank.parallel.self_check` check exchanges.
+A kernel may compile for an architecture and be wrong on it. tests/gpu and `quartet doctor --kernels` run all; a rank runs them at
+boot on GPUs other than RUN_ON. `kernels.inbox_check` and `engine.rank.parallel.self_check` check exchanges.
 """
 
 import math
@@ -57,18 +54,16 @@ Outputs = tuple[Any, ...]  # tensors
 
 @dataclass(frozen=True)
 class RandomInputs:
-    """Reproducible inputs: the same for the same sizes in the same order, on every rank."""
+    """The same for the same sizes in the same order, on every rank."""
 
     device: torch.device
     dtype: torch.dtype
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
 
     def fp32(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Normal numbers in fp32."""
         return (torch.randn(shape, generator=self.generator) * scale).to(self.device)
 
     def floats(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Normal numbers in `dtype`."""
         return self.fp32(*shape, scale=scale).to(self.dtype)
 
     def pool(self, pages: int, kv_heads: int, d: int) -> Tensor:
@@ -96,13 +91,10 @@ class Check:
 
 @torch.inference_mode()
 def failures(checks: Iterable[Check], device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The failures among `checks` on `device`."""
     return [wrong for check in checks if (wrong := failure(check, device, dtype)) is not None]
 
 
 def failure(check: Check, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What is wrong, or None: the largest row error relative to its norm; of integers, how many
-    differ."""
     name = f"{check.what} ({check.module})"
     try:
         actual = check.run(RandomInputs(device, dtype), *check.arguments)
@@ -115,8 +107,7 @@ def failure(check: Check, device: torch.device, dtype: torch.dtype) -> str | Non
 
 
 def row_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest row error relative to its norm; of integers how many differ. An expected NaN is
-    right."""
+    """Largest error relative to a row's norm; of integers how many differ. An expected NaN is right."""
     if not expected.is_floating_point():
         return float((actual != expected).sum())
     actual, expected = (x.double().reshape(-1, x.shape[-1]) for x in (actual, expected))
@@ -130,8 +121,6 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
-    """A plan of two decode rows, two chunks of which one gives a result, two appends, one left out
-    and a release; then padded inputs."""
     layout = PlanLayout(header=5, counts=0, row=2, chunk=4, append=4, release=4)
     counts = (2, 2, 3, 1)
     decodes = [[2, 1], [0, width]]
@@ -169,7 +158,6 @@ def _admissions(draw: RandomInputs) -> Outputs:
 
 
 def _products(draw: RandomInputs, rows: int) -> Outputs:
-    """Each class of rows has its own kernel or tile."""
     x, weight = draw.floats(rows, 264), draw.floats(2 * 19, 264, scale=264**-0.5)
     gated = linear(x, weight, gelu_times(draw.floats(rows, 2, 38)[:, 1]))
     return linear(x, weight), linear(x, weight, FP32), linear(x, weight, GEGLU), gated
@@ -219,7 +207,6 @@ def _allreduce_norm(draw: RandomInputs) -> Outputs:
 
 
 def _own_rows(draw: RandomInputs) -> Outputs:
-    """The middle one of three ranks."""
     n, norms = 72, Norms(draw.floats(72), draw.floats(72))
     own = draw.floats(4, n)
     others = draw.floats(2, 5, n)[:, 1:]
@@ -230,7 +217,6 @@ def _own_rows(draw: RandomInputs) -> Outputs:
 
 
 def _qkv_post(draw: RandomInputs, e4m3: bool = False) -> Outputs:
-    """Two projections, grouped heads, a padding row; NaN in the pool."""
     heads, kv_heads, d, pairs = 4, 2, 32, 5
     pool, q = draw.pool(5, kv_heads, d) * math.nan, draw.floats(4, heads, d)
     if e4m3 and not _has_fp8(pool):
@@ -244,13 +230,11 @@ def _qkv_post(draw: RandomInputs, e4m3: bool = False) -> Outputs:
 
 
 def _axial_rope(draw: RandomInputs) -> Outputs:
-    """Heads of 24, turned and not."""
     x, (cos, sin) = draw.floats(5, 3, 24), draw.fp32(2, 5, 12)
     return norm_axial_rope(x, draw.floats(24), cos, sin, _EPS), head_norm(x, _EPS)
 
 
 def _ragged(draw: RandomInputs) -> Outputs:
-    """Pictures of one row, of less than a turn's keys, of several turns; heads of 64 and 8."""
     q, k, v = draw.floats(3, 180, 2, 72, scale=72**-0.25)
     return (ragged_attention(q, k, v, draw.ints(0, 1, 40, 180), 140),)
 
@@ -258,8 +242,7 @@ def _ragged(draw: RandomInputs) -> Outputs:
 def _decode(
     draw: RandomInputs, heads: int, kv_heads: int, d: int, kv_projections: int, window: int | None, e4m3: bool = False
 ) -> Outputs:
-    """Rows over several splits, one of a single key, and padding; ids after a row's own page are
-    outside the pool."""
+    """Rows over several splits, one of a single key, and padding; ids after a row's page are outside the pool."""
     rows, splits, pages, pairs = 3, 3, 8, 32
     pool, out = draw.pool(1 + 2 * pages, kv_heads, d), draw.floats(rows, heads * d)
     ids = 1 + draw.rising(rows, pages) % (2 * pages)
@@ -279,8 +262,6 @@ def _decode(
 
 
 def _verify(draw: RandomInputs, d: int, pairs: int, e4m3: bool = False) -> Outputs:
-    """Rows of several queries: after a window, at the beginning with one query less, and padding. K
-    is V times a weight, but for `pairs`, and is read there."""
     heads, q_len, splits = d // 64, 4, 3
     pool = draw.pool(9, 1, d)
     if e4m3 and not _has_fp8(pool):
@@ -306,8 +287,6 @@ def _verify(draw: RandomInputs, d: int, pairs: int, e4m3: bool = False) -> Outpu
 def _extend(
     draw: RandomInputs, heads: int, kv_heads: int, d: int, window: int | None, image: bool = False, e4m3: bool = False
 ) -> Outputs:
-    """A fresh chunk, one after a prefix, perhaps with an image, and padding; rows without a tile
-    stay."""
     pool, out = draw.pool(17, kv_heads, d), draw.floats(60, heads, d)
     if e4m3 and not _has_fp8(pool):
         return ()
@@ -348,8 +327,6 @@ def sampled_rows(
 
 
 def _adjust(draw: RandomInputs, width: int) -> Outputs:
-    """Four rows with different adjustments, the last with a mask too; the second's input is
-    counted. `width` 2: also a draft of the second and the last."""
     logits, batch = sampled_rows(draw)
     if width == 2:
         batch = replace(batch, slots=draw.ints(1, 1, 3, 3), positions=draw.ints(8, 9, 6, 7))
@@ -378,7 +355,6 @@ def _adjust(draw: RandomInputs, width: int) -> Outputs:
 
 
 def _finite(logits: Tensor) -> Outputs:
-    """Makes -inf comparable."""
     return logits.clamp(min=-1e3), logits.isneginf().int()
 
 
@@ -409,7 +385,6 @@ def _small_top_k(draw: RandomInputs, adjusted: bool) -> Outputs:
 
 
 def _accept(draw: RandomInputs) -> Outputs:
-    """No draft is accepted, all are, a stop id ends the row, and padding."""
     chosen = torch.stack([draw.ints(7, 8, 9).repeat(4), draw.filled(0, 12)], 1)
     ids = draw.ints(0, 6, 8, *[0, 7, 8] * 3)
     slots = draw.ints(0, 1, 2, 0).repeat_interleave(3)
@@ -421,7 +396,6 @@ def _accept(draw: RandomInputs) -> Outputs:
 
 
 def _clusters(draw: RandomInputs) -> Outputs:
-    """Clusters of no power of two."""
     order = torch.randperm(6 * 20, generator=draw.generator).to(draw.device)
     clusters = draw.ints(0, 5, 3, 2, 4, 1).view(3, 2).long()
     best = best_of_clusters(draw.floats(3, 72), draw.floats(6 * 20, 72), order, clusters, 6)
@@ -429,7 +403,6 @@ def _clusters(draw: RandomInputs) -> Outputs:
 
 
 def _table_check(draw: RandomInputs) -> Outputs:
-    """An entry outside the pool in a table and in a copied row; right gathered rows."""
     expected = 1 + draw.rising(2, 9)
     table = expected.clone()
     gathered = expected[:1, :3].clone()

@@ -1,15 +1,13 @@
-"""Reduce-scatter, norms of own rows and all-gather of a step with many prompt tokens, by copy
-engines during products.
+"""Reduce-scatter, norms of own rows and all-gather of a step with many prompt tokens, by copy engines during products.
 
 Each piece of rows goes through all products up to the next sum before the next piece starts:
 
     products  | 0    | 1    | norm 0 | 2    | norm 1 | next 0 | norm 2 | next 1 | ...
     copies           | part 0 | part 1 | x 0 | part 2 | x 1    | x 2    | part 0 ...
 
-After each copy a number is written to a flag at the receiver, where a kernel waits for it. One
-buffer each is enough: a rank sends the next part of a piece after all x of the piece, and the next
-x after the next parts. Numbers count a forward's sums, so a CUDA graph can hold them; a forward
-needs two. Copies have their own streams, so none queues after a kernel that waits.
+After each copy a number goes to a flag at the receiver, where a kernel waits for it. One buffer each is enough: a rank sends the
+next part of a piece after all x of the piece, and the next x after the next parts. Numbers count a forward's sums, at least two,
+so a CUDA graph can hold them. Copies have their own streams, so none queues after a kernel that waits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,8 +39,6 @@ Pieces = Iterator[Tensor]  # of rows, each computed when it is taken
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """x [T, n] whose pieces arrive from the ranks that norm them."""
-
     rows: Tensor
     group: "SequenceParallel"
     number: int
@@ -50,7 +46,7 @@ class GatheredRows:
     sent: Sequence[Tensor]  # keeps copies alive until the others have sent x
 
     def pieces(self) -> Pieces:
-        """Each piece once the device has it. Call it once."""
+        """Call it once."""
         for index, rows in enumerate(self.group.cut(self.rows)):
             if index == len(self.group.pieces) - 2:
                 self.norm_last()
@@ -58,16 +54,13 @@ class GatheredRows:
             yield rows
 
     def whole(self) -> Tensor:
-        """All rows, once the device has them and this rank's copies have ended; valid until the
-        next forward."""
+        """All rows, once they and this rank's copies are done; valid until the next forward."""
         list(self.pieces())
         self.group.join()
         return self.rows
 
 
 class _Copy(NamedTuple):
-    """Copies to one other rank."""
-
     rows: slice
     part: Tensor  # this rank's, of the other's `rows` of a piece
     x: Tensor  # this rank's rows
@@ -136,14 +129,13 @@ class SequenceParallel:
         return slice(count * rank // self.size, count * (rank + 1) // self.size)
 
     def _parts_of(self, owner: int, rows: slice, first: int) -> Tensor:
-        """[size - 1, own rows, n]: every other rank's part of the owner's rows of a piece, from row
-        `first` of its memory."""
+        """[size - 1, own rows, n]: other ranks' parts of the owner's rows of a piece, from row `first` on."""
         own = self._own(rows, owner)
         count, others = own.stop - own.start, self.size - 1
         return self._parts[owner][first : first + others * count].view(others, count, self.width)
 
     def _copy(self, index: int, rows: slice, own: slice, first: int, peer: int) -> _Copy:
-        slot = self.rank - (self.rank > peer)  # of this rank, among the others of `peer`
+        slot = self.rank - (self.rank > peer)  # this rank's index among the other ranks of `peer`
         flags = self._flags[peer][:, index, slot : slot + 1].unbind()
         return _Copy(self._own(rows, peer), self._parts_of(peer, rows, first)[slot], self._x[peer][own], *flags)
 
@@ -151,19 +143,17 @@ class SequenceParallel:
         return (x[piece.rows] for piece in self.pieces) if isinstance(x, Tensor) else x
 
     def scatter(self, part: Tensor, piece: int, number: int) -> None:
-        """Begin to copy this rank's part [piece's rows, n] to the other owners."""
         self._send([(copy.part, part[copy.rows], copy.part_flag) for copy in self.pieces[piece].copies], number)
 
     def join(self) -> None:
-        """Make the current stream wait for this rank's copies."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def _send(self, copies: list[tuple[Tensor, Tensor, Tensor]], number: int) -> None:
-        """Copy (to, from, flag) on a second stream, after all work queued on the current one."""
+        """Copies (to, from, flag), after all work queued on the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # of none: where it is
+        with torch.cuda.stream(self._stream):  # stream None: the current stream
             for to, rows, flag in copies:
                 to.copy_(rows, non_blocking=True)
                 flag.copy_(self._numbers[number], non_blocking=True)
@@ -171,8 +161,8 @@ class SequenceParallel:
     def norm(
         self, part: Pieces, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None
     ) -> tuple[Tensor, GatheredRows]:
-        """Add the parts [T, n] of own rows as `fused_allreduce_norm` does, once they have come ->
-        (h [T, n] with own rows written, x).
+        """Sum and norm own rows of the parts [T, n] once they have come, as `fused_allreduce_norm` -> (h [T, n], own rows
+        written; x).
 
         residual [T, n], own rows read. The last piece is normed when x's last but one is taken.
         """
@@ -180,7 +170,6 @@ class SequenceParallel:
         self._number += 1
 
         def norm(index: int) -> None:
-            """Norm own rows of a piece, and begin to copy them to all other ranks."""
             rows, own, parts, x, copies = self.pieces[index]
             self.wait_for(_PARTS, index, number)
             sum_norm(sent[index][self._own(rows, self.rank)], parts, self.rank, residual[own], norms, eps, scalar, h[own], x)
@@ -194,7 +183,7 @@ class SequenceParallel:
         return h, GatheredRows(self._x[self.rank][: len(h)], self, number, partial(norm, index), sent)
 
     def wait_for(self, what: int, piece: int, number: int) -> None:
-        """Make the current stream wait for every other rank's copy with this number."""
+        """The current stream waits for every other rank's copy with this number."""
         others = self.size - 1
         flags = self._flags[self.rank][what, piece]
         launch(_wait_for, (1,), flags, self._errors, number, SIZE=others, BLOCK=next_power_of_2(others), warps=1)
@@ -203,8 +192,7 @@ class SequenceParallel:
 def sum_norm(
     own: Tensor, others: Tensor, rank: int, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None, h: Tensor, x: Tensor
 ) -> None:
-    """own [T, n] and others [size - 1, T, n], in rank order without `rank` -> h, x [T, n]; x is h
-    without a next norm."""
+    """own [T, n]; others [size - 1, T, n] in rank order -> h, x [T, n]; x is h without a next norm."""
     assert norms.post is not None
     if not enabled(own):
         total = torch.cat([others[:rank], own[None], others[rank:]]).float().sum(0).to(own.dtype)

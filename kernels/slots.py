@@ -19,8 +19,7 @@ _INPUTS = 32  # of decode rows, of a program: a lane each
 
 
 class PlanLayout(NamedTuple):
-    """Sections are decode rows, chunks, appends, releases, and others. Fields are int32, of a row
-    of each section."""
+    """Sections are decode rows, chunks, appends, releases, and others. row .. release: int32 of a section's row."""
 
     header: int  # before the sections
     counts: int  # index of the sections' numbers
@@ -33,8 +32,8 @@ class PlanLayout(NamedTuple):
 def apply_plan(plan: Tensor, layout: PlanLayout, tables: Sequence[Tensor], lengths: Tensor) -> None:
     """plan int32 [n]; tables int32 [slots, width], one a KV group; lengths int32 [slots].
 
-    Releases become 0, then appends their page, except those of group -1. An entry may be appended
-    only once: the device writes in any order.
+    Releases become 0, then appends their page, except those of group -1. An entry may be appended only once: the device writes in
+    any order.
     """
     assert 1 <= len(tables) <= 2, len(tables)
     if enabled(plan):
@@ -57,11 +56,10 @@ def decode_inputs(
     plan: Tensor, layout: PlanLayout, tokens: Tensor, lengths: Tensor, padding: int, ids: Tensor, positions: Tensor, slots: Tensor,
     width: int = 1,
 ) -> None:  # fmt: skip
-    """Fill ids, positions and slots int32 [rows * width] from the plan's decode rows; lengths grow
-    by one.
+    """Fill ids, positions and slots int32 [rows * width] from the plan's decode rows; lengths int32 [slots] grow by one.
 
-    tokens int32 [slots, max_len + ..]; lengths int32 [slots]: a row starts at its slot's length and
-    goes on with its draft tokens. Rows narrower than width are padded, at position -1.
+    tokens int32 [slots, max_len + ..]. A row starts at its slot's length and goes on with draft tokens; narrower rows are padded,
+    at position -1.
     """
     if enabled(plan):
         rows, block_rows = len(ids) // width, _INPUTS // width
@@ -83,16 +81,12 @@ def decode_inputs(
 def gather_pages(
     table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, out: Tensor, lengths: Tensor | None = None
 ) -> None:
-    """out int32 [sequences, width]: entry j is the page of positions (first + j) * page .. of the
-    sequence's slot.
+    """out int32 [sequences, width]: entry j is the page of positions (first + j) * page .. of a sequence's slot; first:
+    `first_page` of its first row.
 
-    slots and positions int32 [sequences * rows]: a sequence's rows are consecutive, at rising
-    positions, then padding (-1). first is 0, or the page of the oldest key in the first row's
-    window.
-
-    lengths int32 [sequences], for other libraries' kernels, which may touch any entry: then entries
-    after the last row's page are 0, and lengths count keys up to that row's own from the first page
-    on; of a padding sequence 1.
+    slots and positions int32 [sequences * rows]: a sequence's rows are consecutive, at rising positions, then padding (-1).
+    lengths int32 [sequences], for other libraries' kernels, which may touch any entry: entries after the last row's page become
+    0; lengths count keys from the first page to the last row's, 1 for padding.
     """
     check_contiguous(out)
     (sequences, width), q_len = out.shape, max(1, len(slots) // max(1, len(out)))
@@ -188,8 +182,7 @@ def _inputs(
     plan, tokens, tokens_width, lengths, padding, ids, positions, slots, count,
     HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, WIDTH: constexpr, BLOCK_ROWS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BLOCK_ROWS rows of WIDTH inputs. The first of a row advances its slot's length, which all
-    have read as lanes of one warp."""
+    """A row's first lane advances its slot's length after all lanes, of one warp, have read it."""
     trigger(PDL)
     wait(PDL)
     lane = tl.arange(0, BLOCK)
@@ -212,7 +205,6 @@ def _inputs(
 
 @triton.jit
 def first_entry(position, WINDOW: constexpr, PAGE: constexpr):
-    """The first table entry that a query at `position` sees; WINDOW 0: all."""
     first = position * 0
     if WINDOW:
         first = tl.maximum(position - WINDOW + 1, 0) // PAGE

@@ -1,14 +1,12 @@
-"""The Triton kernel of `kernels.decode`: split-KV attention over pages, with head norms, rope and
-append.
+"""The Triton kernel of `kernels.decode`: split-KV attention over pages, with head norms, rope and append.
 
-    grid   (rows, KV heads x parts of V's columns, splits)          a CTA's keys: runs split, split + splits, ... of `KEYS` keys
+    grid   (rows, KV heads x parts of V's columns, splits); a CTA takes runs split, split + splits, ... of `KEYS` keys
     CTA    q normed and roped -> online softmax over its runs -> its part and log-sum-exp to scratch -> a ticket
-    last   the CTA that draws the last ticket of a (row, KV head, columns) adds the parts and resets the ticket
-    owner  the CTA whose runs end with the row's own position appends the new key and value, from registers
+    last   the CTA with the last ticket of a (row, KV head, columns) adds the parts and resets the ticket
+    owner  the CTA of the row's own position appends the new key and value
 
-With V_AS_K, K is V times its norm's weight in the dims that rope does not turn: q has the weight
-and is multiplied with V's rows; only K's turned dims are read, after the owner's append. e4m3 pages
-round K and V separately, so K is read whole there.
+With V_AS_K, unrotated dims of K are V times k_norm: q has the weight and is multiplied with V; only K's rotated dims are read,
+after the owner's append. e4m3 pages round K and V separately, so K is read whole.
 """
 
 import triton
@@ -23,8 +21,8 @@ ROWS = constexpr(16)  # rows of a product: the heads of a KV head, and padding
 
 
 def read_pairs(pairs: int, itemsize: int) -> int:
-    """Dims of K to read where V is its raw product; 0: all, since a product needs 16 dims and a
-    power of 2, and one-byte K is not V times a weight."""
+    """Rotated pairs of K to read where V is its raw product; 0: all. A product needs 16 dims and a power of 2; one-byte K is not
+    V times a weight."""
     return pairs if itemsize > 1 and 16 <= pairs == next_power_of_2(pairs) else 0
 
 
@@ -35,10 +33,7 @@ def decode_kernel(
     PAGE: constexpr, SPLITS: constexpr, KEYS: constexpr, VALUES: constexpr, EARLY: constexpr, V_AS_K: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
-    """One row, KV head, part of V's columns and split. The last split to end adds them all.
-
-    Loads before the first page need only program ids, so they are in flight together.
-    """
+    """Loads before the first page need only program ids, so they are in flight together."""
     GROUP: constexpr = HEADS // KV_HEADS
     DV: constexpr = D // VALUES
     KEPT: constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
@@ -87,7 +82,7 @@ def decode_kernel(
     if WINDOW > 0:
         oldest = tl.maximum(position - WINDOW + 1, 0)
         first = oldest // PAGE * PAGE
-    end = position + (KV_PROJECTIONS == 0 or V_AS_K)  # the row's own key is read from the pool where it is put there before
+    end = position + (KV_PROJECTIONS == 0 or V_AS_K)  # the row's own key is read from the pool if it was written there earlier
     runs = (position - first) // KEYS + 1
     out_at = out + row * HEADS * D + head * GROUP * D
     if position < 0:
@@ -174,8 +169,7 @@ def decode_kernel(
 
 @triton.jit
 def page_of(ids, key, width, KEYS: constexpr, PAGE: constexpr):
-    """The page of KEYS keys from `key` on, or of each if they span several; 0 after the table's
-    end."""
+    """The page of KEYS keys from `key` on, or of each if they span several; 0 after the table's end."""
     entry = key // PAGE
     if KEYS > PAGE:
         entry += tl.arange(0, KEYS) // PAGE
@@ -190,7 +184,7 @@ def _seen(run, first, oldest, end, KEYS: constexpr):
 
 @triton.jit
 def load_run(side, page, run, first, oldest, end, columns, D: constexpr, STRIDE: constexpr, KEYS: constexpr, PAGE: constexpr):
-    """[KEYS, columns] of one side's pages; unseen keys are zeros, and are not read."""
+    """[KEYS, columns]; unseen keys are zeros, and not read."""
     at = addresses(side, page, run, columns, D, STRIDE, KEYS, PAGE)
     return tl.load(at, _seen(run, first, oldest, end, KEYS)[:, None], other=0.0)
 
@@ -205,11 +199,8 @@ def addresses(side, page, run, columns, D: constexpr, STRIDE: constexpr, KEYS: c
 
 @triton.jit
 def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, acc):
-    """One turn of the online softmax, as `softmax_step`, with a sum of weights for each column of
-    the keys.
-
-    `q_other` is multiplied with V in place of K's other dims, or None. v of int16 is two e4m3
-    columns, acc the sums of even and odd ones.
+    """A turn of the online softmax, with a sum of weights for each column of the keys. q_other: for V in place of K's other dims.
+    v of int16 is two e4m3 columns, acc the sums of even and odd ones.
     """
     k_low, k_high = operand(k_low), operand(k_high)
     scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E
@@ -225,7 +216,6 @@ def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, a
 
 @triton.jit
 def joined_values(side):
-    """Where V's pages begin; of e4m3 as int16."""
     if tl.float8e4nv == side.dtype.element_ty:
         side = side.to(tl.pointer_type(tl.int16), bitcast=True)
     return side
@@ -233,7 +223,6 @@ def joined_values(side):
 
 @triton.jit
 def add_values(acc, rescale, weights, v):
-    """acc * rescale + weights v; of v in int16 a pair for even and odd columns."""
     if v.dtype == tl.int16:
         even, odd = halves(v)
         weights = cast(weights, tl.float16)

@@ -1,13 +1,13 @@
 """Compares rows of page ids with the expected ones before a step's kernels read them.
 
-    TABLE_ENTRY    a slot's row of the page table: the whole row
+    TABLE_ENTRY    a slot's whole row of the page table
     ROW_ENTRY      a decode row's gathered page ids, up to its position, none null
-    COPIED_ENTRY   a row copied for another library's kernel: the slot's pages up to its position, then the null page
-
-An id outside the pool is replaced by the expected one, so that later kernels do not fault.
+    COPIED_ENTRY   a copied row: pages up to its position, then the null page
 
     violations int32 [RECORD * (RECORDS + 1)]    [0] their number; record r from RECORD * (r + 1):
                                                  kind, group, slot, entry, actual, expected, row, position
+
+The expected id replaces one outside the pool, so that later kernels do not fault.
 """
 
 import torch
@@ -43,8 +43,8 @@ def check_rows(
 ) -> None:
     """Check page ids `actual`, int32 [rows, width], and replace invalid ones.
 
-    expected int32 [slots, columns]; pages: of the pool; slots and positions int32 [rows]: column 0
-    is the first entry that a query at the row's position sees through `window`
+    expected int32 [slots, columns]; pages: of the pool; slots and positions int32 [rows]: column 0 is the first entry that a
+    query at the position sees
     """
     rows, width = actual.shape
     check_contiguous(actual)

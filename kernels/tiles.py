@@ -1,8 +1,7 @@
-"""Kernel and tile of a product of few rows: a measured table by load, shape and rows, cut to shared
-memory.
+"""Kernel and tile of a product of few rows: a measured table by load, shape and rows, cut to shared memory.
 
-The choice is a pure function, so all ranks choose alike. Figures come from `python -m
-tests.bench.layer_products`; an unknown shape takes the nearest one's tile and is logged once.
+A pure function, so all ranks choose alike. Figures come from `python -m tests.bench.layer_products`; an unknown shape takes the
+nearest one's tile and is logged once.
 """
 
 import logging
@@ -27,8 +26,6 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tile:
-    """One variant of a kernel."""
-
     kind: Kind
     rows: int  # of x that a CTA takes; gemv: exactly
     bn: int  # outputs of a CTA
@@ -49,22 +46,21 @@ class Tile:
 
 
 class GemmShape(NamedTuple):
-    """m outputs of n inputs; `gated`: the weight has 2 m rows, gate first."""
+    """gated: the weight has 2 m rows, gate first."""
 
     m: int
     n: int
     gated: bool = False
 
     def distance(self, other: "GemmShape") -> float:
-        """Sum of log size ratios; gated and plain shapes are incomparable."""
         if self.gated != other.gated:
             return math.inf
         return abs(math.log(self.m / other.m)) + abs(math.log(self.n / other.n))
 
 
 def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] = (1024, 128)) -> dict[int, Tile]:
-    """Tiles by most rows: (outputs, early tiles) of the gemv, (outputs, stages) of gemms of 16, 32
-    and 64 rows. bk: columns a turn, of gemv and gemms."""
+    """Tiles by most rows: (outputs, early tiles) of the gemv, (outputs, stages) of gemms of 16, 32 and 64 rows. bk: of gemv and
+    gemms."""
     by_rows = zip((16, 32, 64), gemms, strict=True)
     return {1: Tile("gemv", 1, gemv[0], bk[0], gemv[1])} | {
         rows: Tile("gemm", rows, bn, bk[1], stages=stages, swap=bn <= 64 and rows < 64) for rows, (bn, stages) in by_rows
@@ -72,8 +68,8 @@ def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] =
 
 
 def _four_bit_tiles(*gemms: tuple[int, int, int]) -> dict[int, Tile]:
-    """(outputs, columns a turn, stages) of gemms of 16, 32, 64 and 128 rows. Weights are converted
-    in registers, the MMA's left operand."""
+    """(outputs, columns a turn, stages) of gemms of 16, 32, 64 and 128 rows. The weight, converted in registers, is the MMA's
+    left operand."""
     by_rows = zip((16, 32, 64, 128), gemms, strict=True)
     return {rows: Tile("gemm", rows, bn, bk, stages=stages, swap=True) for rows, (bn, bk, stages) in by_rows}
 
@@ -107,8 +103,8 @@ _BYTES: dict[Load, tuple[int, float]] = {"plain": (2, 2), "fp8": (1, 1), "int4":
 def choose(
     rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bool = False, load: Load = "plain"
 ) -> Tile | None:
-    """The tile for `rows` rows of x and `shared` bytes of a block's shared memory; None: use the
-    library. With `parts` the inner dimension may be split."""
+    """The tile for `rows` rows of x and `shared` bytes of shared memory; None: the library. parts: the inner dimension may be
+    split."""
     table = TABLES[load]
     tiles = table[_nearest(shape, load)]
     if rows > max(tiles):
@@ -136,8 +132,7 @@ def choose(
 
 
 def _four_bit_splits(tile: Tile, shape: GemmShape) -> int:
-    """Parts of the inner dimension. Several CTAs share a processor, since converting weights waits
-    for the MMA."""
+    """Several CTAs share a processor, since converting weights waits for the MMA."""
     ctas = cdiv(shape.m, tile.bn)
     most = 4 * _PROCESSORS if tile.rows <= 32 else 2 * _PROCESSORS
     fine = (splits for splits in (6, 4, 3, 2) if splits * ctas <= most and shape.n % (splits * tile.bk) == 0)
@@ -145,8 +140,8 @@ def _four_bit_splits(tile: Tile, shape: GemmShape) -> int:
 
 
 def fit(tile: Tile, gated: bool, shared: int, load: Load = "plain") -> Tile:
-    """`tile` with fewer stages (at least three), then half the columns, until its pipeline fits
-    `shared` bytes minus 1 KiB for reductions."""
+    """`tile` with fewer stages (at least three), then half the columns, until its pipeline fits `shared` minus 1 KiB for
+    reductions."""
     while tile.shared_bytes(gated, load) > shared - 1024:
         fewer = replace(tile, stages=tile.stages - 1)
         tile = fewer if tile.stages > 3 else replace(tile, bk=tile.bk // 2, stages=4)

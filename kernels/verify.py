@@ -1,11 +1,9 @@
 """Attention of decode rows with several queries: a sequence's new token and its draft tokens.
 
-    o_i = sum_j softmax_j( q_i . k_j ) v_j     over the keys j that query i sees:  j <= p_i, and j > p_i - window if there is one
-
-A row is one sequence, whose queries share gathered pages and a CTA's products, with a mask each. K
-and V are in the pages already (`kernels.qkv.qkv_post`). Grid, scratch and `PAIRS` are those of
-`kernels.splitkv`; many parts are added by a second launch. Positions and page ids are read, and the
-first run prefetched, before the wait for `qkv_post`, which triggers after its own.
+The formula is that of `kernels.paged_attention`. A row is one sequence, whose queries share gathered pages and a CTA's products,
+with a mask each. K and V are in the pages already (`kernels.qkv.qkv_post`). Grid, scratch and `PAIRS` are those of
+`kernels.splitkv`; a second launch adds many parts. Positions and page ids are read, and the first run prefetched, before the wait
+for `qkv_post`, which triggers after its own.
 """
 
 from dataclasses import dataclass, replace
@@ -30,8 +28,6 @@ _MOST_ADDED = constexpr(8)  # splits whose parts of 16 rows the last CTA adds
 
 @dataclass(frozen=True)
 class VerifyTile:
-    """How a launch is cut, as by `kernels.decode.DecodeTile`."""
-
     rows: int  # of a product: queries x heads
     keys: int
     values: int
@@ -40,8 +36,7 @@ class VerifyTile:
     pairs: int = 0  # q is folded (`kernels.qkv.qkv_post`)
 
     def shared_bytes(self, d: int, itemsize: int = 2) -> int:
-        """Bytes for q and the pipeline of K and V; large products read one stage late, and one-byte
-        numbers once more in two."""
+        """Large products read one stage late, and hold one-byte numbers also in two."""
         late = self.rows >= 64
         held = itemsize * (self.stages - 1 + late) + 2 * (late and itemsize == 1)
         return 2 * self.rows * (d + 2 * self.pairs) + held * self.keys * ((2 * self.pairs or d) + d // self.values) + 4096
@@ -58,11 +53,10 @@ def verify_cut(
     rows: int, kv_heads: int, queries: int, d: int, page: int, pages: int, processors: int, itemsize: int, shared: int,
     pairs: int = 0,
 ) -> tuple[int, VerifyTile]:  # fmt: skip
-    """Splits and tile for a bucket of `rows` rows of at most `pages` pages, of `queries` queries x
-    heads of a KV head.
+    """Splits and tile for a bucket of `rows` rows of at most `pages` pages; queries: those of a row x heads of a KV head.
 
-    Fitted to an H200 (tests/bench/verify_cuts.py): at most 64 sums a thread; V's columns are shared
-    out where eight splits remain; one CTA a processor, or two of 16 rows with `pairs`.
+    Fitted to an H200 (tests/bench/verify_cuts.py): at most 64 sums a thread; V's columns are split where eight splits remain; one
+    CTA a processor, or two of 16 rows with `pairs`.
     """
     lanes = max(16, next_power_of_2(queries))
     assert lanes <= _MOST_ROWS, queries
@@ -107,16 +101,13 @@ def verify_attention(
     tile: VerifyTile,
     scales: Tensor | None = None,
 ) -> None:
-    """Attention of one layer for `rows` rows of `q_len` queries each, written to `out`.
+    """Writes `out`, for `rows` rows of `q_len` queries each.
 
     q         [rows * q_len, heads, d], normed and roped, in `kernels.qkv.query_dtype`
-    pool      one layer's [pages, 2, kv_heads, page, d], with all queries' keys and values
-    page_ids  int32 [rows, width]: entry j is the page of positions (first + j) * page ..; first is 0, and with a window that of the
-              oldest key that the row's first query sees
+    pool      as in `decode_attention`, with all queries' keys and values; scales too, and q has K's
+    page_ids  int32 [rows, width], from `kernels.slots.gather_pages`
     positions int32 [rows * q_len]: rising within a row, then -1: padding, whose output is zero
-    out       [rows * q_len, heads, d]
-    splits    CTAs along the keys of a (row, KV head);  tile: from `verify_cut`, perhaps for more rows
-    scales    as in `decode_attention`; q has K's
+    splits    CTAs along the keys;  tile: from `verify_cut`, perhaps for more rows
     """
     rows, (count, heads, d), (kv_heads, page) = len(page_ids), q.shape, pool.shape[2:4]
     q_len = count // rows
@@ -177,7 +168,7 @@ def verify_kernel(
         return
     line = row * LINES + query * HEADS + head * GROUP + lane % GROUP
     q_at, read = q + line[:, None] * D, tl.arange(0, 2 * PAIRS if PAIRS > 0 else D)
-    if PAIRS > 0:  # the dims that rope turns; K's others are V's
+    if PAIRS > 0:  # the rotated dims; K's other dims are V's
         read += tl.where(read < PAIRS, 0, D // 2 - PAIRS)
         dims = tl.arange(0, D)
         of_values = tl.load(q_at + dims[None, :], live[:, None] & (dims % (D // 2) >= PAIRS)[None, :], 0.0)
@@ -222,7 +213,7 @@ def verify_kernel(
 
 @triton.jit
 def _keys_of(positions, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr):
-    """Of a row's queries: first key of the first page, oldest key seen, last key."""
+    """First key of the first page, oldest key seen, last key."""
     query = tl.arange(0, triton.next_power_of_2(Q_LEN))
     last = tl.max(tl.load(positions + query, query < Q_LEN, -1), 0)
     first, oldest = 0, 0
@@ -237,7 +228,6 @@ def combine_kernel(
     positions, out, parts, lse, splits,
     D: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """One query's head: the splits' parts, weighted, `TURN` at a time."""
     TURN: constexpr = 8
     row, query = tl.program_id(0) // Q_LEN, tl.program_id(0) % Q_LEN
     head, heads = tl.program_id(1), tl.num_programs(1)

@@ -1,7 +1,4 @@
-"""The attention backends by name. Where several could run, the last one is the default.
-
-Each has an entry here, without torch, and parts in `engine/rank/attention/`.
-"""
+"""The attention backends by name; the last one that can run is the default. Their parts are in `engine/rank/attention/`."""
 
 from engine.attention.backend_entry import BackendEntry
 from engine.attention.trtllm_mha import TRTLLM_MHA

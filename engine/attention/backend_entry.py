@@ -1,4 +1,4 @@
-"""What is known of an attention backend without torch: its name, its device, what it needs."""
+"""An attention backend without torch: its name, device and requirements."""
 
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
@@ -10,8 +10,6 @@ ROW_KINDS: tuple[RowKind, ...] = ("decode", "extend")
 
 
 class Platform(NamedTuple):
-    """What backends depend on."""
-
     architecture: tuple[int, int] | None  # the GPUs' compute capability; None on the CPU
     flashinfer: FlashInferFiles
     dtype: str = "bfloat16"
@@ -21,17 +19,15 @@ class Platform(NamedTuple):
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """Where the ranks compute."""
         return "cpu" if self.architecture is None else "cuda"
 
     @property
     def gpu(self) -> str:
-        """SM90, for instance."""
         return "no GPU" if self.architecture is None else f"SM{self.architecture[0]}{self.architecture[1]}"
 
 
 class Obstacle(NamedTuple):
-    """Why a backend is not chosen, and what would help. `by_default`: it can still be asked for."""
+    """Why a backend is not chosen, and advice. `by_default`: it can still be asked for."""
 
     reason: str
     advice: str = ""
@@ -48,12 +44,10 @@ class PackageState(NamedTuple):
 
 
 class BackendEntry(NamedTuple):
-    """An attention backend."""
-
     name: str
     device: Literal["cpu", "cuda"]
     parts: str  # the module in `engine/rank/attention/` whose `parts` makes them (`base.AttentionParts`)
     # what stands between rows of a kind and this backend on a GPU, the most lasting first
     obstacles: Callable[[RowKind, Platform], Iterable[Obstacle]] = lambda *_: ()
-    reason: Callable[[Platform], str] = lambda platform: platform.gpu  # what it runs on, where it is the default
+    reason: Callable[[Platform], str] = lambda platform: platform.gpu  # why it is the default
     package: Callable[[Platform], PackageState | None] = lambda _: None  # the package that it needs, where that is installed

@@ -1,5 +1,4 @@
-"""FlashInfer's version, kernel binaries and launchers on this node. Importing it would import torch
-and take seconds."""
+"""FlashInfer's version, kernel binaries and launchers on this node, found without importing torch."""
 
 import importlib.metadata
 import importlib.util
@@ -19,7 +18,6 @@ class FlashInferFiles(NamedTuple):
 
 
 def flashinfer_files() -> FlashInferFiles:
-    """Looks for FlashInfer on this node."""
     version = installed("flashinfer-python")
     package = package_folder("flashinfer")
     if version is None or package is None:
@@ -37,7 +35,7 @@ def _cubins(package: Path, version: str) -> str | None:
 
 
 def _cubin_folder(version: str) -> Path:
-    """Looks in FlashInfer's order: its variable, the package of the same version, the cache."""
+    """FlashInfer's order: its variable, the package of the same version, the cache."""
     if named := os.environ.get("FLASHINFER_CUBIN_DIR"):
         return Path(named)
     package, unchecked = package_folder("flashinfer_cubin"), os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK")
@@ -47,7 +45,7 @@ def _cubin_folder(version: str) -> Path:
 
 
 def _kernel_path(package: Path) -> str | None:
-    """Parses FlashInfer's artifacts.py: the folder of attention kernels is named by their build."""
+    """Reads FlashInfer's artifacts.py: the folder of attention kernels is named by their build."""
     artifacts = package / "artifacts.py"
     source = artifacts.read_text(encoding="utf-8") if artifacts.exists() else ""
     named = re.search(r'class ArtifactPath\b.*?\bTRTLLM_GEN_FMHA\b[^"]*"([^"]+)"', source, re.DOTALL)
@@ -71,6 +69,6 @@ def installed(distribution: str) -> str | None:
 
 
 def package_folder(package: str) -> Path | None:
-    """Finds where a package lies, without importing it."""
+    """Does not import the package."""
     spec = importlib.util.find_spec(package)
     return Path(spec.origin).parent if spec is not None and spec.origin else None

@@ -1,5 +1,4 @@
-"""FlashInfer's TensorRT-LLM kernels: trtllm-gen on the SM100 family; on request, xqa for decode
-rows on 9.0 and 12.x."""
+"""FlashInfer's TensorRT-LLM kernels: trtllm-gen on SM100; on request, xqa for decode rows on 9.0 and 12.x."""
 
 from collections.abc import Iterator
 
@@ -34,8 +33,7 @@ def _obstacles(kind: RowKind, platform: Platform) -> Iterator[Obstacle]:
 
 
 def _missing(platform: Platform, *, fetched: bool) -> Iterator[Obstacle]:
-    """Yields what FlashInfer lacks here. fetched: it would otherwise fetch the kernels at the first
-    request."""
+    """fetched: FlashInfer would fetch missing kernels at the first request."""
     files = platform.flashinfer
     if files.version is None:
         yield Obstacle(f"{platform.gpu} without FlashInfer", "make install-gpu")

@@ -1,2 +1,1 @@
-"""The rank: one process a GPU. It decides nothing: its state follows from the plans and its sampled
-tokens. README.md lists the modules."""
+"""The rank: one process a GPU. It decides nothing: its state follows from plans and sampled tokens."""

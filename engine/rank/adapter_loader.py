@@ -1,6 +1,5 @@
-"""Carries out the replica's commands for adapters (`engine.adapter_commands`) while the rank's own thread runs steps.
-
-One thread reads folders, which may take seconds; another places adapters in slots meanwhile, which streams wait for.
+"""Carries out the replica's adapter commands (`engine.adapter_commands`) while the rank's own thread runs steps: one thread reads
+folders, another places adapters in slots.
 """
 
 import queue
@@ -28,8 +27,8 @@ _SWITCH_S = 0.0005  # for how long these threads may keep Python from the thread
 
 
 class AdapterLoader:
-    """Reads commands from `sock` until its other end closes. Any error but of the adapter itself goes to `fail`, which ends the
-    process: ranks must hold the same adapters."""
+    """Reads commands from `sock` until its other end closes. Errors but an adapter's own go to `fail`, which ends the process:
+    ranks must hold the same adapters."""
 
     def __init__(self, store: AdapterStore, sock: socket.socket, fail: Callable[[BaseException], None]) -> None:
         self._store, self._sock, self._fail = store, sock, fail
@@ -38,7 +37,6 @@ class AdapterLoader:
         self._sending = threading.Lock()
 
     def start(self) -> None:
-        """Start both threads, which end with the process."""
         sys.setswitchinterval(_SWITCH_S)
         for body in (self._serve, self._read):
             threading.Thread(target=self._run, args=(body,), name="adapters", daemon=True).start()

@@ -1,10 +1,10 @@
-"""LoRA adapters on a rank: A and B of all adapters for each matrix, padded to one rank.
+"""LoRA adapters on a rank: A and B of all adapters for each matrix, padded to one LoRA rank.
 
-    a [adapters, parts * r, n]   b [adapters, m, r]      scale is multiplied into B in fp32, before the cast
+    a [adapters, parts * r, n]   b [adapters, m, r]      scale is multiplied into B in fp32
     a matrix of experts          index: expert * adapters + adapter
 
-A column-parallel matrix has its rows of B; a row-parallel one its columns of A. On layers without
-V, what is added to K is added to V too.
+Column-parallel matrices cut rows of B, row-parallel ones columns of A. On layers without V, what is added to K is also added to
+V.
 """
 
 from collections.abc import Mapping
@@ -24,8 +24,7 @@ _LEAST_RANK = 16  # kernels take powers of 2 from here on
 
 
 class AdapterStack(nn.Module):
-    """A and B of all adapters for one matrix. ends: of each part's outputs; experts: number of
-    stacked matrices."""
+    """ends: of each part's outputs; experts: stacked matrices."""
 
     def __init__(self, ends: tuple[int, ...], a: Tensor, b: Tensor, experts: int) -> None:
         super().__init__()
@@ -34,7 +33,7 @@ class AdapterStack(nn.Module):
         self.b = nn.Parameter(b, requires_grad=False)
 
     def added(self, x: Tensor, index: Tensor, begun: Tensor) -> LowRank:
-        """What the rows' adapters make of x [T, n]. index: int32 [T]; begun: a word of this product alone, 0."""
+        """index: int32 [T]; begun: a word of this product alone, 0."""
         return LowRank(x, index, self.a, self.b, self.ends, begun)
 
     def add(self, out: Tensor, x: Tensor, index: Tensor) -> None:
@@ -46,7 +45,7 @@ class AdapterStack(nn.Module):
 
 
 class Place(NamedTuple):
-    """Where a matrix's product lies: in the stack of the module `owner`, as part `part`; `expert`: of a matrix of experts."""
+    """Part `part` of the stack of module `owner`; `expert`: of a matrix of experts."""
 
     owner: str
     part: int
@@ -55,8 +54,6 @@ class Place(NamedTuple):
 
 @dataclass
 class _Owner:
-    """A matrix that adapters change."""
-
     ends: tuple[int, ...]  # of its parts
     columns: int  # of x on this rank
     dtype: torch.dtype
@@ -67,8 +64,7 @@ class _Owner:
 def add_stacks(
     model: Shard, known: dict[str, Piece], ranks: Mapping[str, int], adapters: int
 ) -> tuple[dict[str, Place], dict[str, AdapterStack]]:
-    """ranks: the largest of each changed matrix, by name. Returns each matrix's place, and the
-    stacks by path."""
+    """ranks: the largest LoRA rank of each changed matrix. Returns each matrix's place, and stacks by path."""
     places, owners = _owners(known, model.dtype)
     for name, rank in ranks.items():
         owner = owners[places[name].owner]
@@ -84,7 +80,6 @@ def has_adapters(model: Shard) -> bool:
 
 
 def _owners(known: dict[str, Piece], dtype: torch.dtype) -> tuple[dict[str, Place], dict[str, _Owner]]:
-    """Places by matrix name, and owners by path."""
     parts: dict[str, list[str]] = {}
     for name, piece in known.items():
         if not piece.targets[0].expert:
@@ -113,7 +108,7 @@ def _path(piece: Piece) -> str:
 
 
 def rows_of(piece: Piece) -> tuple[int, int]:
-    """The outputs [start, stop) of this rank's product that the matrix makes."""
+    """Outputs [start, stop) of this rank's product that the matrix computes."""
     (cut,) = piece.targets[0].cuts
     if cut.dim == 0:
         return cut.at, cut.at + cut.stop - cut.start
@@ -121,7 +116,6 @@ def rows_of(piece: Piece) -> tuple[int, int]:
 
 
 def columns_of(piece: Piece) -> tuple[int, int]:
-    """First column of the matrix on this rank, and how many there are."""
     (cut,) = piece.targets[0].cuts
     if cut.dim == 0:
         return 0, piece.shape[1]

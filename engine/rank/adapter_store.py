@@ -1,6 +1,6 @@
-"""A rank's adapters: in host memory as this rank needs them, and some of them in slots of the device.
+"""A rank's adapters: in host memory as this rank needs them, and some in slots of the device.
 
-    folder --read--> host: A and B of each stack that the adapter changes, padded, scale multiplied into B --place--> a slot
+    folder --read--> host: A and B of each changed stack, padded, scale multiplied into B --place--> a slot
 
 `read` and `place` may run in two threads while steps run: only rows whose results are dropped read a slot that is overwritten.
 """
@@ -26,15 +26,14 @@ STAGING_BYTES = 8 << 20  # of pinned memory, through which adapters reach a GPU
 
 
 class HostStack(NamedTuple):
-    """What an adapter adds to one matrix: a [experts, parts * r, n], b [experts, m, r]."""
+    """a [experts, parts * r, n], b [experts, m, r] for one matrix."""
 
     a: Tensor
     b: Tensor
 
 
 class AdapterStore:
-    """The adapters of a model's shard. ranks: the largest of each matrix that adapters may change, by its name; slots: how many are
-    on the device at once."""
+    """ranks: the largest LoRA rank of each matrix, by name; slots: adapters on the device at once."""
 
     def __init__(self, model: Shard, tensors: TensorTable, ranks: Mapping[str, int], slots: int) -> None:
         self._tensors, self._geometry = tensors, model.geometry
@@ -49,14 +48,14 @@ class AdapterStore:
             self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
 
     def read(self, adapter: int, name: str, folder: str) -> None:
-        """Read an adapter to host memory. CheckpointError names a tensor that has no place, that is not finite, or whose rank
-        exceeds the room; or says that the adapter changes nothing."""
+        """Read an adapter to host memory. CheckpointError: a tensor has no place, is not finite, or has too large a rank; or the
+        adapter changes nothing."""
         mapped = map_adapter(read_adapter(name, Path(folder)), self._tensors, self._geometry)
         self._check_ranks(mapped)
         self._host[adapter] = self._read(mapped)
 
     def place(self, adapter: int, slot: int) -> None:
-        """Copy an adapter from host memory to a slot of the device; returns when it is there."""
+        """Returns when the copy is done."""
         host = self._host[adapter]
         with self._copying():
             for path, stack in self._stacks.items():
@@ -70,12 +69,10 @@ class AdapterStore:
                     self._copy(b[expert], host[path].b[expert])
 
     def drop(self, adapter: int) -> None:
-        """Forget what host memory has of an adapter, if it has something."""
         self._host.pop(adapter, None)
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
-        """On a GPU, copies are on a stream of their own; at the end they are done."""
         if self._staging is None:
             yield
             return
@@ -84,7 +81,7 @@ class AdapterStore:
         self._stream.synchronize()
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy rows to the device, a piece at a time: steps need the bus, too."""
+        """Copies a piece at a time, since steps need the bus too."""
         if self._staging is None:
             target.copy_(source)
             return
@@ -124,7 +121,7 @@ class AdapterStore:
 def load_adapters(
     model: Shard, tensors: TensorTable, folders: Mapping[str, str], *, slots: int = 0, max_rank: int = 0
 ) -> AdapterStore | None:
-    """Give the model `slots` adapters of `max_rank` or, without `slots`, what the folders need; read the folders and fill slots in
+    """Give the model `slots` adapters of `max_rank` or, without `slots`, what the folders need; read them and fill slots in
     order. Returns the store if adapters may be loaded later."""
     mapped = map_adapters(folders, tensors, model.geometry)
     if slots:
@@ -144,7 +141,6 @@ def load_adapters(
 
 
 def _ranks_of(mapped: list[AdapterTensors]) -> dict[str, int]:
-    """The largest rank of each matrix that an adapter changes, by its name."""
     ranks: dict[str, int] = {}
     for adapter in mapped:
         for matrix in adapter.matrices:
@@ -153,7 +149,6 @@ def _ranks_of(mapped: list[AdapterTensors]) -> dict[str, int]:
 
 
 def _room(host: dict[str, HostStack], path: str, stack: AdapterStack) -> HostStack:
-    """What an adapter has for a stack, zeros at first."""
     if path not in host:
         a = torch.zeros((stack.experts, *stack.a.shape[1:]), dtype=stack.a.dtype)
         b = torch.zeros((stack.experts, *stack.b.shape[1:]), dtype=stack.b.dtype)
@@ -169,14 +164,12 @@ def _tensor(file: Any, name: str, adapter: str) -> Tensor:
 
 
 def _acts(a: Tensor, b: Tensor, matrix: AdapterMatrix) -> bool:
-    """Whether B A is anything but zero, by the product with a row of no symmetry."""
     experts = max(1, matrix.experts)
     inner = a.view(experts, matrix.rank, -1) @ torch.linspace(0.5, 1.5, a.shape[1])
     return bool((b.view(len(b), matrix.rank, experts) * inner.t()).any())
 
 
 def _halves(matrix: AdapterMatrix, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields A and B of each of the model's matrices, by its name: those of all experts are unfolded."""
     for expert in range(max(1, matrix.experts)):
         inner = a[expert * matrix.rank : (expert + 1) * matrix.rank]
         outer = b.view(len(b), matrix.rank, -1)[:, :, expert]
@@ -185,7 +178,6 @@ def _halves(matrix: AdapterMatrix, a: Tensor, b: Tensor) -> Iterator[tuple[str, 
 
 
 def _put(host: HostStack, place: Place, piece: Piece, a: Tensor, b: Tensor) -> None:
-    """Copy this rank's part of one product."""
     (cut,) = piece.targets[0].cuts
     first, count = columns_of(piece)
     start, stop = rows_of(piece)

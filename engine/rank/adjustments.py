@@ -1,7 +1,6 @@
 """Logit adjustments of each slot, in device tables written at admission.
 
-A preempted sequence's counts are restored from its tokens. The device counts generated tokens
-(`kernels.adjust`).
+The device counts generated tokens (`kernels.adjust`); a preempted sequence's counts are restored from its tokens.
 """
 
 from collections.abc import Sequence
@@ -22,10 +21,7 @@ _NO_STEP = -1  # the low word of no step that is reached
 
 
 class Adjustments:
-    """Adjustments of `slots` slots for this rank's `ids`. width: most masks of a slot in a step.
-
-    Masks are stamped with their step, on host and device, and apply to no other.
-    """
+    """width: most masks of a slot in a step. Masks are stamped with their step, on host and device, and apply to no other."""
 
     def __init__(self, slots: int, ids: range, device: torch.device, width: int = 1) -> None:
         self.ids, self._device = ids, device
@@ -37,7 +33,6 @@ class Adjustments:
         self._flags, self._mask_steps = np.zeros(slots, np.int32), np.full(slots, _NO_STEP, np.int64)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Write the tables of new sequences' slots."""
         changed = [admission for admission in admissions if admission.params.adjustments is not None or self._flags[admission.slot]]
         if not changed:
             return
@@ -67,7 +62,6 @@ class Adjustments:
             self._put(self.tables.bad_words, slot, _padded(list(chain.from_iterable(adjustments.bad_words)), MAX_BAD_WORD_IDS, -1))
 
     def _counts(self, admission: Admission) -> np.ndarray:
-        """Token counts of an admission, int16 [n], IN_PROMPT set for those of the prompt."""
         local = np.asarray(admission.tokens, np.int64) - self.ids.start
         parts = np.split(local, [admission.prompt])
         prompt, generated = (part[(part >= 0) & (part < len(self.ids))] for part in parts)
@@ -76,19 +70,17 @@ class Adjustments:
         return counts.astype(np.uint16).view(np.int16)
 
     def _bits(self, ids: Sequence[int]) -> np.ndarray:
-        """This rank's words of a mask that allows `ids`, int32 [words]."""
+        """This rank's words, int32, of a mask that allows `ids`."""
         bits = np.zeros(32 * len(self._words), np.bool_)
         local = np.asarray(ids, np.int64) - 32 * self._words.start
         bits[local[(local >= 0) & (local < len(bits))]] = True
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray, after: DeviceEvent | None = None) -> None:
-        """Upload the masks of `step` for `slots` int32 [n]; a slot's are consecutive. At most DEPTH
-        steps may be out.
+        """Upload the masks of `step` for `slots` int32 [n]; a slot's are consecutive. At most DEPTH steps may be in flight.
 
-        bits int32 [n, ceil(vocabulary / 32)]: bit id % 32 of word id // 32. after: end of the last
-        sampled step, which the copies wait for instead of a running forward; None: they wait for
-        all earlier work.
+        bits int32 [n, ceil(vocabulary / 32)]: bit id % 32 of word id // 32. after: end of the last sampled step, which the copies
+        wait for; None: they wait for all earlier work, a running forward too.
         """
         owners, first = np.unique(slots, return_index=True)
         if not len(slots):
@@ -102,7 +94,7 @@ class Adjustments:
         copies = None
         if after is not None and (copies := self._copies) is not None:
             copies.wait_event(after)
-        with torch.cuda.stream(copies):  # of none: where it is
+        with torch.cuda.stream(copies):  # stream None: the current stream
             self.tables.masks[: len(slots)].copy_(rows, non_blocking=True)  # copies alone: the host must not wait for the forward
             self.tables.mask_rows.copy_(mask_rows, non_blocking=True)
         if copies is not None:
@@ -110,7 +102,6 @@ class Adjustments:
         self._mask_steps[owners] = step
 
     def are_adjusted(self, slots: np.ndarray, step: int) -> list[bool]:
-        """Whether each slot's rows are adjusted in `step`."""
         return ((self._mask_steps[slots] == step) | (self._flags[slots] != 0)).tolist()
 
     def _put(self, table: Tensor, slots: Sequence[int], rows: np.ndarray) -> None:
@@ -119,7 +110,6 @@ class Adjustments:
 
 
 def _flags(adjustments: LogitAdjustments | None) -> int:
-    """The slot's flags (`kernels.sampling_batch`)."""
     if adjustments is None:
         return 0
     flags = BIASED * bool(adjustments.bias) | PENALIZED * (adjustments.penalties != (1.0, 0.0, 0.0))
@@ -146,7 +136,6 @@ def _tables(slots: int, ids: int, words: int, width: int, device: torch.device) 
 
 
 def _padded(values: Sequence[float], width: int, padding: float, dtype: type[np.generic] = np.int32) -> np.ndarray:
-    """[1, width]."""
     row = np.full((1, width), padding, dtype)
     row[0, : len(values)] = values
     return row

@@ -20,10 +20,8 @@ RopeTensors = Mapping[tuple[Rope, int], Tensor]  # of each rotary embedding and 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A prefill chunk: positions [start, end) of `slot`, at batch rows [offset, offset + end -
-    start).
-
-    spans: positions [first, last) that attend bidirectionally in sliding layers.
+    """Positions [start, end) of `slot`, at batch rows from `offset` on. spans: positions [first, last) that sliding layers attend
+    bidirectionally.
     """
 
     slot: int
@@ -38,12 +36,11 @@ class Chunk:
 
 
 def chunk_rows(chunks: Sequence[Chunk]) -> int:
-    """The first row after `chunks`, which are in row order."""
+    """`chunks` are in row order."""
     return chunks[-1].offset + chunks[-1].size if chunks else 0
 
 
 def last_seen_of(chunks: Sequence[Chunk], device: torch.device) -> Tensor | None:
-    """`ForwardBatch.last_seen` of chunks; None without spans."""
     if not any(chunk.spans for chunk in chunks):
         return None
     seen = torch.full((chunk_rows(chunks),), -1, dtype=torch.int32)
@@ -64,7 +61,7 @@ class SoftTokens:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One step's inputs, read-only. T rows: chunk tokens, then decode rows, padding rows last."""
+    """Read-only. T rows: chunk tokens, then decode rows, padding rows last."""
 
     ids: Tensor  # int32 [T]  input token ids
     positions: Tensor  # int32 [T]  0-based; -1: a padding row, which writes nothing
@@ -88,12 +85,11 @@ class ForwardBatch:
 
     @property
     def kind(self) -> RowKind:
-        """The kind of rows of one of `blocks`."""
         return "extend" if self.prompts else "decode"
 
     @cached_property
     def blocks(self) -> "tuple[ForwardBatch, ...]":
-        """The rows of chunks, then those that decode. Cut once a step, not in every layer."""
+        """The rows of chunks, then decode rows. Cut once a step, not in every layer."""
         blocks = []
         first = self.prompts
         if first:
@@ -123,8 +119,7 @@ def eager_batch(
     positions: Tensor,
     chunks: tuple[Chunk, ...],
 ) -> ForwardBatch:
-    """A batch in memory of its own, from ids, slots and positions int [T]; rows after the chunks
-    decode."""
+    """A batch in memory of its own. ids, slots and positions int [T]; rows after the chunks decode."""
     ids, slots, positions = ids.int(), slots.int(), positions.int()
     first = chunk_rows(chunks)
     pages = cache.gather(slots[first:], positions[first:], cache.page_rows(len(ids) - first))

@@ -44,8 +44,8 @@ from kernels.table_check import COPIED_ENTRY
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank that has loaded its weights. failed_checks: parts of attention; fallbacks: a sentence for each;
-    adapters: where some may be loaded while it serves."""
+    """A rank with loaded weights. failed_checks: parts of attention; fallbacks: sentences; adapters: set if some may be loaded
+    while it serves."""
 
     config: EngineConfig
     geometry: Geometry
@@ -67,8 +67,7 @@ class Rank:
 
 
 def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *, checked: bool = True) -> Rank:
-    """Load this rank's shard of `config.model`; empty on the meta device. checked: run
-    `start_checks`. A collective call."""
+    """Load this rank's shard of `config.model`; empty on meta. checked: run `start_checks`. A collective call."""
     if device.type == "cpu":
         torch.set_num_threads(1)  # ranks share the cores; results must not depend on how many there are
     dtype = getattr(torch, config.dtype)
@@ -116,7 +115,6 @@ def _inboxes(config: EngineConfig, geometry: Geometry, parallel: Parallel, dtype
 
 
 def kv_bytes(rank: Rank) -> int:
-    """Bytes for KV pages on this rank."""
     free, total = torch.cuda.mem_get_info(rank.device) if rank.device.type == "cuda" else (0, 0)
     return kv_budget(rank.config, total, total - free)
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a rank's models, for loading, `check-config` and `plan`. No torch at import."""
+"""The checkpoints of a rank's models. No torch at import."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Checkpoints(NamedTuple):
 
 
 def checkpoints_of(config: EngineConfig) -> Checkpoints:
-    """CheckpointError: a config.json is wrong, or the drafter belongs to another model."""
+    """CheckpointError: a config.json is wrong, or the drafter is another model's."""
     made: Checkpoints = import_module(config.architecture.parts).checkpoints(config)
     return made
 

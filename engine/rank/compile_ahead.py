@@ -1,8 +1,6 @@
-"""Compiles a rank's kernels while it loads weights: `python -m engine.rank.compile_ahead
-'<CompileArgs>'`.
+"""Compiles a rank's kernels while it loads weights: `python -m engine.rank.compile_ahead '<CompileArgs>'`.
 
-Each process lists a share of the launches on the meta device, and compiles them into Triton's disk
-cache.
+Each process lists a share of the launches on the meta device, and fills Triton's disk cache.
 """
 
 import os
@@ -52,7 +50,6 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def launches(args: CompileArgs) -> list[ListedLaunch]:
-    """This share of rank 0's launches, the first of each variant."""
     with listed(args.target, args.processors) as all_launches, torch.inference_mode():
         rank = load_rank(args.config, FirstOfGroup(args.config.tp), torch.device("meta"), checked=False)
         build(rank, [2 for _ in args.config.kv_groups]).list_launches(args.share, args.shares)
@@ -60,7 +57,7 @@ def launches(args: CompileArgs) -> list[ListedLaunch]:
 
 
 def main() -> None:
-    """Compile a share. Each process starts elsewhere, since many variants are in several shares."""
+    """Each process starts elsewhere, since many variants are in several shares."""
     args = msgspec.json.decode(sys.argv[1], type=CompileArgs)
     set_cache_keys()
     signal.alarm(int(args.config.boot_timeout_s))

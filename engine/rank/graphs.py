@@ -1,5 +1,4 @@
-"""CUDA graphs of a step's stages, by stage name and sizes. Their inputs are in `engine.rank.step`'s
-buffers."""
+"""CUDA graphs of a step's stages, by stage name and sizes."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -8,11 +7,9 @@ import torch
 
 
 class StageGraphs:
-    """Graphs of one rank. Every rank must capture the same stages in the same order: warming up
-    runs collectives.
+    """Every rank must capture the same stages in the same order: warming up runs collectives.
 
-    Outputs hold until the replay of a graph that was captured earlier, which may reuse their
-    memory; so capture the stages of a step in reverse order.
+    The replay of an earlier captured graph may overwrite outputs; so capture the stages of a step in reverse order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +23,6 @@ class StageGraphs:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def capture(self, run: Callable[[], Any], *key: Hashable) -> Any:
-        """Record a stage; returns its outputs."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = run()
@@ -34,7 +30,6 @@ class StageGraphs:
         return output
 
     def replay(self, *key: Hashable) -> Any:
-        """Run a captured stage; returns its outputs."""
         graph, output = self._graphs[key]
         graph.replay()
         return output

@@ -1,4 +1,4 @@
-"""Matrices in int8 with a scale for each output channel; rows of x are quantised to int8 too."""
+"""Matrices in int8 with a scale for each output channel; rows of x are quantised too."""
 
 import torch
 from torch import Tensor
@@ -9,8 +9,7 @@ _LEAST_ROWS = 32  # that the library's product takes on a GPU; fewer are padded
 
 
 class Int8Weight(OwnProduct):
-    """values int8 [..., m, n], scale fp32 [..., m, 1]. Sums are exact, so a row's product does not
-    depend on other rows."""
+    """values int8 [..., m, n], scale fp32 [..., m, 1]. Sums are exact, so a row's product does not depend on other rows."""
 
     values: Tensor
     scale: Tensor

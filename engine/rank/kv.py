@@ -3,7 +3,7 @@
 table [slots, width]              pool [owned layers, pages, 2, kv_heads, page, head_dim]
 slot 0 | 7 | 3 | 0 | 0 |   ->     page 7: positions 0 .. page - 1 of slot 0, page 3: the next ones
 slot 1 | 0 | 0 | 9 | 0 |          page 9: slot 1 has a window; its older pages were released
-                                  page 0: the null page; every table entry is valid in its pool
+                                  page 0: the null page; every table entry is valid
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,10 @@ from engine.geometry import KVGroup, Layer
 from kernels.slots import gather_pages
 
 PageIds = tuple[Tensor, ...]  # of each KV group
-ROW_TOKENS = 256  # a table row covers a multiple of so many positions: the step of the widest kernel, and whole cache lines
+ROW_TOKENS = 256  # a table row covers a multiple of these positions: the step of the widest kernel, and whole cache lines
 
 
 class GroupCache:
-    """Pool and table of one KV group, zero-filled. Page 0 is null."""
-
     def __init__(
         self,
         group: KVGroup,
@@ -52,15 +50,14 @@ class KVCache:
         return iter(self.groups)
 
     def of(self, layer: Layer) -> GroupCache:
-        """The group that holds what `layer` reads: its own K and V, or its producer's."""
+        """The group that holds the K and V that `layer` reads."""
         return self._of[layer.kv_source]
 
     def page_rows(self, sequences: int) -> PageIds:
-        """int32 [sequences, read_width] of each group."""
         return tuple(cache.table.new_zeros(sequences, cache.read_width, dtype=torch.int32) for cache in self)
 
     def gather(self, slots: Tensor, positions: Tensor, pages: PageIds) -> PageIds:
-        """Gather the page ids that rows (slot, position), int32 each, read into `pages`."""
+        """Gathers the page ids that rows (slot, position), int32 each, read."""
         for cache, page_ids in zip(self, pages, strict=True):
             gather_pages(cache.table, slots, positions, cache.group.page, cache.group.window, page_ids)
         return pages

@@ -1,7 +1,6 @@
 """A cache of encoder outputs by digest: recent ones on the device, older ones on the host.
 
-Outputs evicted from both caches stay on the host while slots need them: at most `prefill_budget`
-positions and two items a slot.
+Outputs evicted from both stay on the host while slots need them: at most `prefill_budget` positions and two items a slot.
 """
 
 from collections import OrderedDict
@@ -31,7 +30,7 @@ class Outputs:
         return output
 
     def put(self, key: Key, output: EncodedRows) -> list[tuple[Key, EncodedRows]]:
-        """Add an output as the most recent; returns the evicted ones."""
+        """Returns the evicted outputs."""
         self._outputs[key] = output
         self.bytes += output.rows.nbytes
         left = []
@@ -55,7 +54,6 @@ class OutputCache:
         return output
 
     def put(self, key: Key, output: EncodedRows) -> None:
-        """Add an output as the most recent; the device's evictions go to the host."""
         for old, left in self.on_device.put(key, output):
             left.rows = downloaded(left.rows)
             self.evictions += len(self.on_host.put(old, left))

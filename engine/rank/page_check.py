@@ -31,8 +31,6 @@ _SHOWN = 4
 
 
 class Violation(NamedTuple):
-    """A record of `kernels.table_check`: `page` instead of `expected`."""
-
     kind: int
     group: int
     slot: int
@@ -79,13 +77,11 @@ class PageCheck:
             self.compare(ROW_ENTRY, cache.group, gathered, slots, positions, cache.group.window)
 
     def compare(self, kind: int, group: KVGroup, actual: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
-        """Compare rows of page ids with the expected tables; COPIED_ENTRY as `CopyCheck`.
-        Capturable."""
+        """As `CopyCheck`. Capturable."""
         expected, pages = self._tables[group.index], self._pages[group.index]
         check_rows(kind, group.index, actual, expected, pages, slots, positions, group.page, window, self.violations)
 
     def verify(self, step: int, violations: np.ndarray) -> None:
-        """PageViolation if the records of `step` have any."""
         count = int(violations[0])
         if count:
             records = violations[RECORD:].reshape(RECORDS, RECORD)[:count].tolist()

@@ -1,6 +1,6 @@
 """The tensor-parallel group: rank, size and collectives, by kind of device.
 
-    cpu    `MappedCollectives`: memory that the ranks inherit; sums and gathers of any size; no sockets, no torch.distributed
+    cpu    `MappedCollectives`: inherited shared memory, for messages of any size; no sockets, no torch.distributed
     cuda   `CudaGroup`: sums of few rows over symmetric memory, larger ones and gathers by NCCL; rendezvous in a file
 
 An all-reduce is also the barrier at boot.
@@ -25,21 +25,19 @@ SYMMETRIC_BYTES = 512 << 10  # from about here on NCCL is the faster one
 
 
 class Parallel(Protocol):
-    """One rank of a group. Every rank calls the same collectives in the same order with equal
-    shapes."""
+    """All ranks call the same collectives in the same order with equal shapes."""
 
     rank: int
     size: int
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum in rank order: the same bits on every rank. May reuse `x`."""
+        """Sum: the same bits on every rank. May reuse `x`."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """`[..., n]` of every rank -> `[..., n * size]`, in rank order."""
 
     def exchange_rows(self, x: Tensor) -> Tensor:
-        """`[rows, n]`, rows a multiple of size -> `[size, rows / size, n]`: of every rank, rows r
-        with r mod size = this rank."""
+        """`[rows, n]`, rows a multiple of size -> `[size, rows / size, n]`: every rank's rows r with r mod size = this rank."""
 
     def peer_memory(self, size: int) -> Sequence[Tensor] | None:
         """uint8 [size] of each rank, writable by all; None for one rank or a CPU. A collective
@@ -55,11 +53,10 @@ class Inboxes(NamedTuple):
 def make_inboxes(
     parallel: Parallel, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0), *, shares_rows: bool = True
 ) -> Inboxes | None:
-    """Inboxes for steps of up to `rows` rows and fused norms of up to `width` elements, and
-    sequence-parallel norms for `prompt_rows` rows. None without `Parallel.peer_memory`.
+    """Inboxes for steps of up to `rows` rows and fused norms of up to `width` elements, and sequence-parallel norms for
+    `prompt_rows` rows. None without `Parallel.peer_memory`. A collective call.
 
-    Without `shares_rows`, or with two ranks, every rank has all rows of the residual. A collective
-    call.
+    Without `shares_rows`, or with two ranks, every rank has the whole residual.
     """
     rank, size = parallel.rank, parallel.size
     sequence_bytes = SequenceParallel.bytes(size, prompt_rows[-1], width, dtype) if prompt_rows else 0
@@ -100,7 +97,7 @@ class Single:
 
 
 class FirstOfGroup(Single):
-    """Rank 0 of a group whose other ranks do not exist, on the meta device."""
+    """Rank 0 without the other ranks, on the meta device."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -116,8 +113,9 @@ class FirstOfGroup(Single):
 
 
 class CudaGroup:
-    """NCCL, and torch's symmetric memory for small sums, in rank order for 2, 4 and 8 ranks. NCCL's
-    sums are equal on all ranks, but not in rank order."""
+    """NCCL, and torch's symmetric memory for small sums, in rank order for 2, 4 and 8 ranks. NCCL's sums are equal on all ranks,
+    but not in rank order.
+    """
 
     def __init__(self, rank: int, size: int, store: str, timeout_s: float) -> None:
         self.rank, self.size, self._device = rank, size, torch.device("cuda", rank)
@@ -165,11 +163,9 @@ class CudaGroup:
 
 
 def connect(rank: int, size: int, device: torch.device, reduce: int, store: str, timeout_s: float) -> Parallel:
-    """This rank's group on `device`.
-
-    reduce     descriptor of `shared_bytes(size)` zeroed shared bytes (cpu)
+    """reduce     descriptor of `shared_bytes(size)` zeroed shared bytes (cpu)
     store      path of the rendezvous file (cuda)
-    timeout_s  of one wait for the other ranks; `MappedCollectives.timeout_s` may be lowered later
+    timeout_s  of one wait for the other ranks
     """
     if size == 1:
         return Single()
@@ -179,8 +175,7 @@ def connect(rank: int, size: int, device: torch.device, reduce: int, store: str,
 
 
 def self_check(parallel: Parallel, device: torch.device, dtype: torch.dtype) -> None:
-    """Check sums and gathers of small integers, exact in bf16, in short and large messages; also a
-    barrier. ConfigError."""
+    """Checks exchanges of small integers, exact in bf16, in short and large messages. ConfigError."""
     rank, size = parallel.rank, parallel.size
     for length in (64, max(SYMMETRIC_BYTES, SLOT_BYTES) // dtype.itemsize + 64):
         pattern = torch.arange(length, device=device).remainder(7).to(dtype)
@@ -193,7 +188,7 @@ def self_check(parallel: Parallel, device: torch.device, dtype: torch.dtype) -> 
 
 @torch.inference_mode()
 def check_own_rows(parallel: Parallel, sequence: SequenceParallel, dtype: torch.dtype) -> None:
-    """Check that sequence-parallel norms equal an all-reduce and a norm. ConfigError."""
+    """Sequence-parallel norms must equal an all-reduce and a norm. ConfigError."""
     rows, n = 16 * parallel.size, sequence.width
     part = torch.arange(rows * n, device=sequence.device).remainder(5 + parallel.rank).to(dtype).view(rows, n)
     norms, residual = Norms(*torch.ones_like(part[:2])), torch.ones_like(part)

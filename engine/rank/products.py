@@ -1,10 +1,9 @@
-"""Tensor-parallel products and the sums of their parts; the only file that knows how ranks exchange
-rows.
+"""Tensor-parallel products and the sums of their parts; the only file that knows how ranks exchange rows.
 
     Exchange       one rank, or each sum is a collective
     InboxExchange  up to some thousand rows: parts go to the ranks' inboxes, of few rows from the product's own kernel
-    OwnRows        more rows: each rank norms rows of its own, and parts and rows travel in pieces while products run
-    AdaptedExchange  around one of these, where rows have adapters
+    OwnRows        more rows: each rank norms its own, and parts and rows travel in pieces while products run
+    AdaptedExchange  wraps one of these, for rows with adapters
 """
 
 from collections.abc import Iterator
@@ -28,8 +27,7 @@ _WORDS = 512  # made at once: more than a forward has products, unless they are 
 
 
 class Exchange:
-    """Sums over ranks are collectives. On one rank, a row-parallel product of few rows may give
-    fp32 parts [parts, T, m] (`kernels.linear.linear_parts`)."""
+    """On one rank, a row-parallel product may give fp32 parts (`kernels.linear.linear_parts`)."""
 
     adapters: Tensor | None = None  # int32 [T], the adapter of each row; None: no row has one
     packs_rows = True  # whether norms may pack the rows that its products read
@@ -39,17 +37,14 @@ class Exchange:
         self._eps = eps
 
     def product(self, weight: Weight, x: Activations, epilogue: Epilogue = NONE) -> Tensor:
-        """x [T, n] -> x W^T [T, m] with its epilogue, not summed over ranks."""
         return weight.product(x, epilogue)
 
     def column_parallel(self, weight: Weight, x: Rows) -> Tensor:
-        """x [T, n] -> x W^T [T, m]."""
         assert isinstance(x, Activations)
         return weight.product(x)
 
     def gated(self, weight: Weight, x: Rows, down: Weight) -> Activations | Pieces:
-        """x [T, n] -> gelu_tanh(x G^T) * x U^T [T, m] for a row-parallel product with `down`; W =
-        [G; U]."""
+        """`Weight.gated`; `down` is row-parallel."""
         assert isinstance(x, Activations)
         return weight.gated(x, down)
 
@@ -61,23 +56,20 @@ class Exchange:
     def sum_norm(
         self, part: Part, residual: Tensor | None, norms: Norms, scalar: Tensor | None = None, scale: float = 1.0
     ) -> tuple[Tensor, Rows]:
-        """Part of a sum -> (h, x) of `kernels.fused_allreduce_norm`; x is h without a next norm."""
+        """Part of a sum -> (h, x) of `fused_allreduce_norm`; x is h without a next norm."""
         assert isinstance(part, Tensor)
         return self.norm(self.parallel.all_reduce(part), residual, norms, scalar, scale)
 
     def norm(
         self, whole: Tensor, residual: Tensor | None, norms: Norms, scalar: Tensor | None = None, scale: float = 1.0
     ) -> tuple[Tensor, Activations]:
-        """`sum_norm` of a tensor that every rank has whole."""
         return _h_and_x(*fused_allreduce_norm(whole, residual, norms, self._eps, scalar, scale))
 
     def all_rows(self, x: Rows) -> Tensor:
-        """x [T, n], all rows on every rank."""
         assert isinstance(x, Tensor)
         return x
 
     def of_rows(self, rows: Tensor) -> "Exchange":  # noqa: ARG002 (for those that know rows)
-        """The exchange for these rows int64 [R]."""
         return self
 
 
@@ -99,8 +91,7 @@ class InboxExchange(Exchange):
 
 
 class OwnRows(Exchange):
-    """Sequence parallelism: each rank norms rows of its own. A product of gathered rows computes
-    each piece when it has arrived."""
+    """Sequence parallelism: a product of gathered rows computes each piece when it has arrived."""
 
     def __init__(self, parallel: Parallel, eps: float, sequence: SequenceParallel) -> None:
         super().__init__(parallel, eps)
@@ -144,7 +135,7 @@ class OwnRows(Exchange):
 
 
 class AdaptedExchange(Exchange):
-    """`inner` with adapters. Their part is added before ranks exchange parts, and reads plain rows."""
+    """Adds what adapters add before ranks exchange parts, and reads plain rows."""
 
     packs_rows = False
 
@@ -155,7 +146,7 @@ class AdaptedExchange(Exchange):
         self._words = words(adapters.device)
 
     def _added(self, weight: Weight, x: Activations, rows: Tensor | None = None) -> LowRank | None:
-        """rows: the adapter of each row of x, if they are not all of the step's."""
+        """rows: the adapter of each row of x, if not the step's."""
         if weight.adapters is None:
             return None
         assert isinstance(x, Tensor)
@@ -211,13 +202,12 @@ class AdaptedExchange(Exchange):
 
 
 def words(device: torch.device) -> Iterator[Tensor]:
-    """Endless int32 [1], each 0 and handed out once."""
+    """Endless int32 [1], each 0 and used once."""
     while True:
         yield from torch.zeros(_WORDS, dtype=torch.int32, device=device).split(1)
 
 
 def exchange_over(peers: Peers, parallel: Parallel, eps: float, adapters: Tensor | None = None) -> Exchange:
-    """adapters: int32 [T], or None."""
     if adapters is not None:
         return AdaptedExchange(exchange_over(peers, parallel, eps), adapters)
     if isinstance(peers, AllReduceInbox):

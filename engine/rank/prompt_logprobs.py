@@ -1,5 +1,4 @@
-"""Logprobs of prompt tokens: a row of a prefill chunk gives those of the next token, which is
-known."""
+"""Logprobs of prompt tokens: a row of a prefill chunk gives those of the next token."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ class PromptScoring(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """The first `count` rows of a chunk, which give logprobs of the tokens after them."""
+    """The first `count` rows of a chunk."""
 
     chunk: Chunk
     scoring: PromptScoring
@@ -40,7 +39,6 @@ def scored_rows(chunks: Sequence[Chunk], scorings: Mapping[int, PromptScoring]) 
 
 
 def prompt_rows(scored: Sequence[ScoredRows], words: np.ndarray) -> list[PromptRow]:
-    """Cut the output of `SampleStage.prompt_logprobs`, int32 [n, 2 + 2 most] on the host, by chunk."""
     most, reports, first = words.shape[1] // 2 - 1, [], 0
     for part in scored:
         own, count = words[first : first + part.count], part.scoring.alternatives

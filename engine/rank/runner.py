@@ -2,12 +2,11 @@
 
     forward  upload the plan, run the model                              does not wait for the device
     sample   upload masks, sample, store the tokens, start the copy out  likewise; `launch` is both
-    encode   begin with the media items that the plan names, or before the forward if it reads them; then `EncodeStage.advance`
+    encode   begin with the plan's media items, before the forward if it reads them; then `EncodeStage.advance`
     result   wait for the copy; the result's bytes                       in plan order
     fold     update the state hash
 
-Padded plans run as CUDA graphs on a GPU, elsewhere eagerly; those with many prompt tokens, or with
-prompt logprobs, run unpadded.
+On a GPU padded plans run as CUDA graphs. Plans with many prompt tokens, or prompt logprobs, run unpadded.
 """
 
 from collections import deque
@@ -40,8 +39,6 @@ from engine.step_shapes import StepShapes, StepSizes
 
 @dataclass(eq=False, repr=False)
 class Runner:
-    """Runs plans on one rank. `engine.rank.builder` makes its stages."""
-
     shapes: StepShapes
     slots: SlotState
     inputs: StepBuffers
@@ -56,14 +53,13 @@ class Runner:
 
     @property
     def state_hash(self) -> int:
-        """After the last finished step (`Launched.fold`)."""
         return self.report_stage.state_hash
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture steps of every size; on a GPU, once, before the first plan, on every rank.
 
-        RuntimeError: a peer's part of an all-reduce did not come, and the inboxes are broken.
+        RuntimeError: a peer's part of an all-reduce did not come; the inboxes are broken.
         """
         graphs = StageGraphs(self.slots.device)
         for sizes in self._captured():
@@ -88,13 +84,13 @@ class Runner:
             raise RuntimeError("another rank's part of an all-reduce did not come in time while decode steps were captured")
 
     def _captured(self) -> Iterator[StepSizes]:
-        """The sizes of captured steps, largest first. The empty plan, uploaded here, fits all."""
+        """Largest first. The empty plan, uploaded here, fits all."""
         self.inputs.upload(read_plan(encode_plan(StepPlan(0))))
         yield from reversed(self.shapes.sizes)
 
     @torch.inference_mode()
     def list_launches(self, share: int, shares: int) -> None:
-        """Every `shares`-th captured step once, and in the first share `warm`."""
+        """Every `shares`-th captured step once; the first share also runs `warm`."""
         if share == 0:
             self.warm()
         for sizes, name in product(islice(self._captured(), share, None, shares), LARGEST_SAMPLERS):
@@ -124,10 +120,10 @@ class Runner:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Run prefills of `StepShapes.warm_rows` and all samplers; on a GPU, once, so that nothing
-        compiles or runs out of memory later.
+        """Run prefills of `StepShapes.warm_rows` and all samplers; on a GPU, once, so that nothing compiles or runs out of memory
+        later.
 
-        They run in the padding slot, whose null page is zeroed again afterwards.
+        They run in the padding slot, whose null page is zeroed again.
         """
         self.slots.warm()
         self.encode_stage.warm(graphs=self.capturable)
@@ -135,7 +131,7 @@ class Runner:
         for rows in shapes.warm_rows:
             batch, hidden = self._prefilled(rows)
             assert batch.logit_rows is not None
-            results = {1: shapes.sequences, shapes.longest: shapes.sequences[1::-1]}  # those that have variants of kernels
+            results = {1: shapes.sequences, shapes.longest: shapes.sequences[1::-1]}  # row counts that have kernel variants
             for count in results.get(rows, ()):
                 self.forward_stage.run(replace(batch, logit_rows=batch.logit_rows.repeat(count)))
             record_event(self.slots.device).synchronize()  # the plan's staging memory is used again
@@ -147,7 +143,7 @@ class Runner:
             group.pool[:, 0] = 0
 
     def _prefilled(self, rows: int) -> tuple[ForwardBatch, Tensor]:
-        """The largest prefill of an image if there may be any; returns batch and final hidden rows."""
+        """The largest prefill, of an image if there may be any; returns batch and final hidden rows."""
         image = self.shapes.images and rows == self.shapes.longest
         chunk = (self.slots.padding, 0, rows, rows - 1, 0, int(image))
         plan = read_plan(encode_plan(StepPlan(1, chunks=[chunk], spans=[(0, rows)] * image)))
@@ -160,7 +156,7 @@ class Runner:
 
     def _warm_samplers(self, batch: ForwardBatch, hidden: Tensor) -> None:
         sizes = {rows * width for rows, width in product(self.shapes.sequences, self.shapes.widths)}
-        for rows in sorted(sizes, reverse=True):  # memory that the largest took does for the others
+        for rows in sorted(sizes, reverse=True):  # smaller ones reuse the memory of the largest
             asked = ResultRows(small_top_k=True, filtered=range(rows), reported=range(rows), alternatives=MAX_ALTERNATIVES)
             ends = replace(batch, slots=batch.slots[-1:].repeat(rows), positions=batch.positions.new_full((rows,), -1))
             for adjusted in (False, True):
@@ -168,12 +164,12 @@ class Runner:
                 self.sample_stage.sample(self.inputs.plan, ends, hidden[-1:].repeat(rows, 1), asked)
 
     def launch(self, data: bytes, masks: bytes = b"", media: MediaReader | None = None) -> Launched:
-        """Start a step and the encodes that it names. At most two may be launched and not finished."""
+        """Start a step and its encodes. At most two may be launched and not finished."""
         return self.sample(self.forward(data, media), masks)
 
     @torch.inference_mode()
     def forward(self, data: bytes, media: MediaReader | None = None) -> Forwarded:
-        """Start the forward; `sample` must follow before the next one."""
+        """`sample` must follow before the next forward."""
         plan = read_plan(data)
         if self.forward_stage.pages is not None:
             self.forward_stage.pages.expect(plan)
@@ -227,7 +223,6 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, masks: bytes = b"") -> Launched:
-        """Start sampling, with `masks` if it has masked rows, and the copy of its outputs."""
         plan = step.plan
         if plan.masked:
             given = decode_masks(masks)
@@ -261,7 +256,7 @@ class Runner:
         return replace(sampled, drafts=stage.last_drafts(sequences, plan.drafts)) if plan.masked else sampled
 
     def run(self, plans: Iterable[bytes]) -> list[bytes]:
-        """DEPTH at a time; returns the results' bytes."""
+        """DEPTH at a time."""
         out: deque[Launched] = deque()
         results = []
         for data in plans:

@@ -1,8 +1,8 @@
 """Samples from logits cut over ranks: every rank computes the same tokens, and none is sent.
 
-    every row        is adjusted (`kernels.adjust`); each rank's best gives the tokens of greedy and plain rows (`kernels.choose`)
+    every row        is adjusted (`kernels.adjust`); greedy and plain rows take the best of all ranks (`kernels.choose`)
     small top_k      each rank's best SMALL_TOP_K ids are gathered and filtered (`kernels.candidates`)
-    other filters    each rank is sent whole rows of logits for its share and filters them (`kernels.filters`)
+    other filters    each rank gets whole rows of logits for its share and filters them (`kernels.filters`)
 
 Logprobs are of capped, unadjusted logits. A row with a NaN gets token 0 and its flag.
 """
@@ -30,8 +30,6 @@ from kernels.sampling_batch import SamplingBatch, SlotParameters
 
 @dataclass(frozen=True)
 class ResultRows:
-    """The rows of a step that give tokens, as the host knows them."""
-
     # int32 [R] on the host, in the result's order, `width` of each sequence
     slots: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32), compare=False)
     # int32 [R]: low 31 bits of each row's admission number
@@ -46,8 +44,6 @@ class ResultRows:
 
 
 class Sampler:
-    """`suppress`: ids that no row may give."""
-
     def __init__(
         self, parallel: Parallel, vocabulary: int, softcap: float | None, suppress: Sequence[int], device: torch.device
     ) -> None:
@@ -62,11 +58,9 @@ class Sampler:
     def sample(
         self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None, asked: ResultRows = ResultRows()
     ) -> tuple[Tensor, Tensor | None]:
-        """logits fp32 [R, vocab share], before the soft cap, -inf after the vocabulary's end ->
-        int32 [R, 2]: token, flags (`kernels.choose`); and of reported rows `token_logprobs`, or
-        None.
-
-        Overwrites logits. Capturable if no row is filtered or reported.
+        """logits fp32 [R, vocab share], before the soft cap, -inf after the vocabulary's end -> int32 [R, 2]: token, flags
+        (`kernels.choose`); and `token_logprobs` of reported rows. Overwrites logits. Capturable if no row is filtered or
+        reported.
         """
         raw = None
         if asked.reported:
@@ -93,8 +87,8 @@ class Sampler:
         return chosen, torch.cat([self.token_logprobs(rows, ids, asked.alternatives) for rows, ids in pieces])
 
     def token_logprobs(self, logits: Tensor, ids: Tensor, alternatives: int) -> Tensor:
-        """logits fp32 [R, vocab share], -inf after the vocabulary's end, ids int64 [R] -> int32 [R,
-        2 + 2 alternatives], as in `engine.protocol.PromptLogprobs`. Does not synchronise."""
+        """logits as in `sample`, ids int64 [R] -> int32 [R, 2 + 2 alternatives], as in `engine.protocol.PromptLogprobs`. Does not
+        synchronise."""
         rows, share = logits.shape
         first = self._parallel.rank * share
         local = ids - first

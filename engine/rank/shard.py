@@ -22,7 +22,6 @@ class Shard(nn.Module):
         return Weight(shape, self.dtype, self.device)
 
     def loaded(self) -> None:
-        """Called once, after all tensors are filled."""
         for module in self.modules():
             if isinstance(module, Weight):
                 module.loaded()
@@ -32,5 +31,4 @@ class Shard(nn.Module):
         return empty(*shape, dtype=dtype or self.dtype, device=self.device)
 
     def norms(self, names: Iterable[str]) -> nn.ParameterDict:
-        """Norm weights [hidden], by name."""
         return nn.ParameterDict({name: self.parameter(self.geometry.hidden) for name in names})

@@ -34,8 +34,7 @@ def _parameters(slots: int, device: torch.device) -> SlotParameters:
 
 
 class SlotState:
-    """Device tables of all slots, and the host's mirror of what plans decide. adapters: int32
-    [slots], -1: none."""
+    """adapters: int32 [slots], -1: none."""
 
     def __init__(self, slots: int, max_len: int, cache: KVCache, ids: range, device: torch.device, drafts: int = 0) -> None:
         self.device = device
@@ -80,7 +79,6 @@ class SlotState:
         self._store([Admission(self.padding, 0, (), 0, SamplingParams(max_tokens=1, temperature=0.0))])
 
     def _store(self, admissions: Sequence[Admission]) -> None:
-        """Upload the admissions' records, and launch `kernels.admissions`."""
         records = np.empty(len(admissions), _RECORD)
         rest = list[np.ndarray]()
         end = records.nbytes // 4
@@ -107,8 +105,7 @@ class SlotState:
         admit(packed, len(admissions), longest, self.tokens, self.lengths, tables, self.parameters)
 
     def result_rows(self, slots: np.ndarray, step: int, width: int = 1) -> ResultRows:
-        """How the rows of slots int32 [R] sample, `width` each, in plan `step`, whose masks are
-        set."""
+        """How the rows of slots int32 [R] sample, `width` each. The masks of `step` must be set."""
         adjusted, slots = any(self.adjustments.are_adjusted(slots, step)), slots.repeat(width)
         logprobs, filters = ([listed[slot] for slot in slots.tolist()] for listed in (self._logprobs, self._filters))
         return ResultRows(
@@ -125,7 +122,6 @@ class SlotState:
 
 
 def _filters(params: SamplingParams) -> str:
-    """"none", "small top_k" (`kernels.candidates`) or "other" (`kernels.filters`)."""
     if params.temperature < GREEDY_BELOW or not (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
         return "none"
     return "small top_k" if 0 < params.top_k <= SMALL_TOP_K else "other"

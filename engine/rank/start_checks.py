@@ -1,10 +1,9 @@
 """What a rank checks of its GPU and model before it serves.
 
-    our kernels         on a GPU architecture that was never tried: a wrong one stops the boot
+    our kernels         on an untested GPU architecture: a wrong one stops the boot
     other backends      always: where one rank finds a fault, all ranks use our own
 
-Each shape in use runs once over poisoned pages. Poison is finite, as FlashInfer multiplies unseen
-values by zero.
+Each shape in use runs once over poisoned pages. Poison is finite, as FlashInfer multiplies unseen values by zero.
 """
 
 from collections.abc import Collection, Sequence
@@ -36,12 +35,10 @@ _DTYPE = torch.bfloat16  # in which a page that is wrong among fifty changes a r
 
 
 def is_untried(device: torch.device) -> bool:
-    """Whether our kernels' tests never ran on this GPU's architecture."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) not in selfcheck.RUN_ON
 
 
 def check_kernels(device: torch.device) -> None:
-    """ConfigError names kernels that differ from plain torch."""
     _refuse(selfcheck.failures(selfcheck.CHECKS, device, torch.bfloat16))
 
 
@@ -49,10 +46,10 @@ def check_inboxes(parallel: Parallel, inboxes: Inboxes, n: int, device: torch.de
     """ConfigError names wrong kernels among those that write into peers' memory. n: elements of
     fused norms. A collective call."""
     wrong = selfcheck.failures(inbox_checks(inboxes.allreduce, inboxes.argmax, n), device, dtype)
-    parallel.all_reduce(torch.zeros(64, device=device))  # nobody writes any more
+    parallel.all_reduce(torch.zeros(64, device=device))  # no rank writes any more
     if inboxes.allreduce.failed or not (inboxes.allreduce.empty and inboxes.argmax.empty):
         wrong.append("the ranks' inboxes are not left empty, or a rank's part did not come")
-    parallel.all_reduce(torch.zeros(64, device=device))  # nobody writes again before all have looked
+    parallel.all_reduce(torch.zeros(64, device=device))  # no rank writes again before all have read
     _refuse(wrong)
 
 
@@ -63,8 +60,7 @@ def _refuse(wrong: Sequence[str]) -> None:
 
 @torch.inference_mode()
 def check_attention(parallel: Parallel, config: EngineConfig, device: torch.device) -> tuple[FailedChecks, tuple[str, ...]]:
-    """The parts of other backends that any rank found wrong, and a sentence for each. A collective
-    call."""
+    """The parts of other backends that any rank found wrong, and sentences about them. A collective call."""
     own = OWN[device.type]
     used = {kind: entry for kind in ROW_KINDS if (entry := BACKENDS[config.attention_of(kind) or own.name]).parts != own.parts}
     if not used:
@@ -87,8 +83,7 @@ def check_attention(parallel: Parallel, config: EngineConfig, device: torch.devi
 def mismatches(
     kind: RowKind, geometry: Geometry, groups: Sequence[KVGroup], settings: PartSettings, parts: AttentionParts
 ) -> dict[tuple[RowKind, int], float]:
-    """Largest error of a row, relative to its norm, by kind and group index, where it exceeds
-    TOLERANCE. settings: a bucket of at least ROWS."""
+    """Largest row error, relative to its norm, by kind and group index, above TOLERANCE. settings: a bucket of at least ROWS."""
     errors = {}
     for given in groups:
         group = replace(given, index=0, layers=given.layers[:1])
@@ -115,7 +110,7 @@ def mismatches(
 def _poisoned_sequences(
     group: KVGroup, layer: Layer, spans: Sequence[tuple[int, int]], device: torch.device, chunks: tuple[Chunk, ...]
 ) -> tuple[GroupCache, ForwardBatch]:
-    """A slot for each span, its pages shuffled, with poison after its end and in its table's tail."""
+    """A slot for each span, pages shuffled, with poison after its end and in its table's tail."""
     generator = torch.Generator().manual_seed(group.head_dim)
     needed = [group.pages_for(start, end) if end else range(0) for start, end in spans]
     poisoned = 1 + sum(map(len, needed))
@@ -139,15 +134,14 @@ def _poisoned_sequences(
 
 
 def failed_on_any_rank(parallel: Parallel, names: Sequence[Any], failed: Collection[Any], device: torch.device) -> set[Any]:
-    """Those of `names` that failed on any rank. A collective call with the same names."""
+    """A collective call with the same `names`."""
     flags = torch.tensor([float(name in failed) for name in names], device=device)
     return {name for name, count in zip(names, parallel.all_reduce(flags).tolist(), strict=True) if count}
 
 
 @torch.inference_mode()
 def residual_rms(model: Model, groups: Sequence[KVGroup]) -> float:
-    """RMS of the residual stream after the last layer, over a short prompt. CheckpointError below
-    1e-3 or NaN. A collective call."""
+    """RMS of the last residual over a short prompt. CheckpointError below 1e-3 or NaN. A collective call."""
     geometry, size, device = model.geometry, 16, model.device
     positions = torch.arange(size, device=device)
     ids = (positions * 7 + 2) % geometry.vocab

@@ -1,7 +1,7 @@
 """A step's inputs at fixed addresses, made on the device from the plan's bytes.
 
-    host    plan's header and fixed sections --one copy--> plan [n]        from pinned memory that belongs to a step in flight
-    device  plan --apply--> page tables, lengths --decode rows--> ids, positions, slots --gather--> each row's page ids, cos, sin
+    host    plan's header and fixed sections --one copy--> plan [n]        from pinned memory of a step in flight
+    device  plan --apply--> page tables, lengths --decode rows--> ids, positions, slots --gather--> page ids, cos, sin
 
 Rows are padded and kernels read no host values, so steps can be captured.
 """
@@ -61,7 +61,6 @@ class StepBuffers:
         return ForwardBatch(unread, positions, slots, self._rotary(rope_positions), pages)
 
     def set_media(self, soft: SoftTokens | None, chunks: Sequence[Chunk]) -> None:
-        """Set the soft tokens of the next padded step, or None, and what its chunk rows see."""
         assert self.soft is not None, "the rank has no encoders"
         self.soft.rows.fill_(-1)
         if soft is not None:
@@ -80,13 +79,11 @@ class StepBuffers:
         return replace(batch, soft=soft, last_seen=self._last_seen[:count])
 
     def with_adapters(self, batch: ForwardBatch) -> ForwardBatch:
-        """Add the adapters of the rows' slots. Capturable."""
         return replace(batch, adapters=self._slots.adapters.index_select(0, batch.slots))
 
     def batch(self, sizes: StepSizes) -> tuple[ForwardBatch, ForwardBatch]:
-        """The uploaded plan's rows, padded to `sizes`; and the result rows, `sizes.width` a
-        sequence, which are the same batch without chunks. Lengths of decoding sequences advance by
-        one. Capturable."""
+        """The uploaded plan's rows, padded to `sizes`; and the result rows, `sizes.width` a sequence, which are the same batch
+        without chunks. Decoding sequences' lengths advance by one. Capturable."""
         first = sizes.prompts
         width = sizes.width
         rows = StepRows(*self._rows[:, : first + sizes.decodes * width])
@@ -109,7 +106,6 @@ class StepBuffers:
         return batch, replace(ends, ids=rows.ids[results.rows]) if width > 1 else ends
 
     def _rotary(self, positions: Tensor) -> RopeTensors:
-        """cos and sin of positions int32 [T], for each rotary embedding."""
         rope = {key: table[: len(positions)] for key, table in self._rope.items()}
         for key, table in rope.items():
             rotary_table(positions, self._frequencies[key], table)
@@ -117,7 +113,6 @@ class StepBuffers:
 
 
 def chunks_of(plan: PlanView) -> tuple[Chunk, ...]:
-    """The plan's chunks, with row offsets and spans."""
     chunks: list[Chunk] = []
     for slot, start, end, _, first, count in plan.chunks.tolist():
         spans = tuple(map(tuple, plan.spans[first : first + count].tolist()))
@@ -126,9 +121,8 @@ def chunks_of(plan: PlanView) -> tuple[Chunk, ...]:
 
 
 def _unique_appends(plan: PlanView) -> np.ndarray:
-    """The fixed sections with each table entry appended once: earlier appends to it get group -1.
-
-    Only a slot that changes its sequence within a plan has such appends.
+    """Each table entry is appended once: earlier appends to it, from a slot that changes its sequence within the plan, get group
+    -1.
     """
     fixed = plan.fixed.copy()
     first = HEADER + plan.rows.size + plan.chunks.size

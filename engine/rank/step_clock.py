@@ -11,8 +11,6 @@ DeviceEvent = torch.cuda.Event  # on a CPU a HostEvent
 
 
 class Stopwatch:
-    """Sums the device time of pieces of work."""
-
     def __init__(self, device: torch.device) -> None:
         self._device, self._us = device, 0
         self._running: deque[tuple[DeviceEvent, DeviceEvent]] = deque()
@@ -32,7 +30,7 @@ class Stopwatch:
 
 
 class HostEvent:
-    """`torch.cuda.Event` for a CPU, whose work has ended when a call returns."""
+    """`torch.cuda.Event` for a CPU, whose work ends before a call returns."""
 
     def __init__(self) -> None:
         self._ns = time.monotonic_ns()
@@ -48,7 +46,6 @@ class HostEvent:
 
 
 def record_event(device: torch.device) -> DeviceEvent:
-    """Record an event on the device's current stream."""
     if device.type != "cuda":
         return HostEvent()  # type: ignore[return-value]
     event = torch.cuda.Event(enable_timing=True)
@@ -57,5 +54,5 @@ def record_event(device: torch.device) -> DeviceEvent:
 
 
 def elapsed_us(first: DeviceEvent, last: DeviceEvent) -> int:
-    """Microseconds between two events that have come."""
+    """The device must have reached both events."""
     return max(0, round(1e3 * first.elapsed_time(last)))

@@ -1,6 +1,6 @@
 """Measures at boot how long this rank's steps take, in wall time, with plans like the core's.
 
-Every rank runs the same plans equally often, so nothing may depend on a clock.
+All ranks run the same plans equally often, so nothing may depend on a clock.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ TILE = 128  # rows of a tile in a GPU's large matrix products
 
 @torch.inference_mode()
 def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
-    """Measure the step times of a fresh runner, which is left as it was. A collective call of about
-    two seconds for 31B on four H200, more with drafts."""
+    """Measure a fresh runner, which is left as it was. A collective call of about two seconds for 31B on four H200, more with
+    drafts."""
     probe, tile = _Probe(runner, vocab, SERIES[config.device]), TILE if config.device == "cuda" else 1
     drafts: tuple[tuple[int, Points], ...] = ()
     drafting: Points = ()
@@ -59,8 +59,8 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
 
 
 def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int, cached: int, end: int) -> StepPlan:
-    """A plan that admits sequences of `length` random tokens (equal ones would go to the same
-    experts), `cached` of them computed, with pages for [cached, end)."""
+    """Admits sequences of `length` random tokens (equal ones would go to the same experts), `cached` of them computed, with pages
+    for [cached, end)."""
     params, admissions = SamplingParams(max_tokens=1), []
     for slot in slots:
         tokens = np.random.default_rng(slot).integers(0, vocab, length, np.int32).tolist()
@@ -78,12 +78,10 @@ def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int
 
 
 def _points(most: int, usual: tuple[int, ...]) -> list[int]:
-    """The row counts to measure, ascending."""
     return [*(rows for rows in usual if rows < most), most]
 
 
 def _ascending(points: list[tuple[int, float]]) -> Measured:
-    """Make times strictly ascending, despite noise."""
     least, ascending = 0.0, []
     for rows, milliseconds in points:
         least = max(milliseconds, least + 1e-3)
@@ -109,7 +107,7 @@ class _Probe:
         return self._timed(*self._chunked(0, rows, context))
 
     def mixed_ms(self, sequences: int, context: int, prefills: Measured, width: int = 1, drafts: int = 0) -> float:
-        """Extra time compared with `prefills` of equally many prompt tokens."""
+        """Extra ms over `prefills` of equally many prompt tokens."""
         rows = sequences * width
         whole, alone = next((point for point in prefills if point[0] >= 2 * rows), prefills[-1])
         decoding, (newcomer, chunk) = self._decoding(sequences, context, width), self._chunked(sequences, max(1, whole - rows), 0)
@@ -118,12 +116,11 @@ class _Probe:
         return self._timed(first, plan) - alone
 
     def drafting_ms(self, sequences: int, context: int, prefills: Measured, width: int) -> float:
-        """Extra time of drafts in a step with prompt tokens, beyond their rows."""
+        """Extra time of drafts, beyond their rows."""
         drafted = self.mixed_ms(sequences, context, prefills, width, width - 1)
         return max(0.0, drafted - max(0.0, self.mixed_ms(sequences, context, prefills)))
 
     def clear(self) -> None:
-        """Reset pages, tables, lengths and the state hash."""
         slots = self._runner.slots
         for cache in slots.cache:
             used = cache.table.max()
@@ -142,13 +139,11 @@ class _Probe:
         return self._admission([slot], end, context, end), StepPlan(0, chunks=[(slot, context, end, end - 1, 0, 0)])
 
     def _timed(self, first: StepPlan, plan: StepPlan) -> float:
-        """ms of `plan`, after the admitting `first`; two are out at a time. The faster of two
-        series."""
+        """ms of `plan`, after the admitting `first`; two steps are in flight."""
         self._run([first, plan])
         return min(self._run([plan] * count) for count in self._series)
 
     def _run(self, plans: list[StepPlan]) -> float:
-        """Run plans; returns their mean milliseconds."""
         began = monotonic()
         self._runner.run(map(self._encoded, plans))
         return 1e3 * (monotonic() - began) / len(plans)

@@ -10,18 +10,17 @@ from engine.plan import DEPTH
 
 
 def staging(to: device, *shape: int) -> Iterator[Tensor]:
-    """Zeroed host memory int32 for each step in turn, pinned for a GPU: DEPTH + 1 of them."""
+    """Zeroed host memory int32 for each step in turn, DEPTH + 1 of them, pinned for a GPU."""
     return cycle([torch.zeros(shape, dtype=torch.int32, pin_memory=to.type == "cuda") for _ in range(DEPTH + 1)])
 
 
 def uploaded(tensor: Tensor, to: device) -> Tensor:
-    """Through pinned memory on a GPU, which torch keeps until the copy ends; on a CPU the tensor
-    itself."""
+    """Through pinned memory on a GPU, which torch keeps until the copy ends."""
     return tensor.pin_memory().to(to, non_blocking=True) if to.type == "cuda" else tensor.to(to)
 
 
 def downloaded(tensor: Tensor, host: Tensor | None = None) -> Tensor:
-    """Copy a device tensor to `host`, pinned memory of its shape, or to new memory."""
+    """`host`: pinned memory of the tensor's shape."""
     if not tensor.is_cuda:
         return tensor.clone()
     if host is None:

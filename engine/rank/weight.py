@@ -1,7 +1,7 @@
 """A matrix of a model on one rank: its stored tensors and its products.
 
-`Weight` is the format `plain`. Another format derives from it and has an entry in
-`engine.weight_formats`; it gives `weight`, or `matrix` for kernels that read the stored form.
+`Weight` is the format `plain`. Another format derives from it, has an entry in `engine.weight_formats`, and gives `weight`, or
+`matrix` for kernels that read the stored form.
 """
 
 from pkgutil import resolve_name
@@ -26,7 +26,7 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter
 
 
 class Weight(nn.Module):
-    """W [m, n], or of each expert [experts, m, n]: this rank's part. Made without tensors."""
+    """W [m, n], or [experts, m, n]: this rank's part. Made without tensors."""
 
     weight: Tensor  # its values in `dtype`
     packs_rows = False  # whether its products may read x as `kernels.packed.PackedRows`
@@ -38,7 +38,6 @@ class Weight(nn.Module):
         self.adapters: Any = None  # an `AdapterStack`
 
     def stored_as(self, stored: WeightFormat) -> "Weight":
-        """The same matrix in that format, to be loaded."""
         if self.stored is stored:
             return self
         made: Weight = resolve_name(stored.weight)(self.shape, self.dtype, self.device)
@@ -49,16 +48,15 @@ class Weight(nn.Module):
         return made
 
     def loaded(self) -> None:
-        """Called once the tensors are filled: brings them into the kernels' order."""
+        """Brings the filled tensors into the kernels' order."""
 
     @property
     def matrix(self) -> Matrix:
-        """What kernels read. It must be constant: kernels prefetch it before they wait for earlier
-        kernels."""
+        """What kernels read. It must be constant: kernels prefetch it before they wait for earlier ones."""
         return self.weight
 
     def product(self, x: Activations, epilogue: Epilogue = NONE, out: Tensor | None = None, added: LowRank | None = None) -> Tensor:
-        """x [T, n] -> x W^T [T, m], what rows' adapters add, and the epilogue; in `out` if given."""
+        """x [T, n] -> x W^T [T, m], what adapters add, and the epilogue."""
         return linear(x, self.matrix, epilogue, out, added)
 
     def gated(self, x: Activations, down: "Weight") -> Activations:
@@ -68,20 +66,17 @@ class Weight(nn.Module):
         return self.product(x, GEGLU)
 
     def parts(self, x: Activations, added: LowRank | None = None) -> Tensor:
-        """x [T, n] -> x W^T [T, m] with what adapters add; for few rows perhaps as fp32 parts of
-        the sum [parts, T, m]."""
+        """`kernels.linear.linear_parts`."""
         return linear_parts(x, self.matrix, added)
 
     def send(self, x: Activations, inbox: AllReduceInbox, added: LowRank | None = None) -> InboxPart | None:
-        """Write x W^T, with what adapters add, to every rank's inbox from the product's kernel.
-        None, without effect, for too many rows."""
+        """`kernels.linear.linear_send`."""
         return linear_send(x, self.matrix, inbox, added)
 
     def experts(
         self, x: Tensor, weights: Tensor, chosen: Tensor, down: "Weight", dense: PendingTensor, index: Tensor | None = None
     ) -> Tensor:
-        """`kernels.experts` of this matrix, [G; U] of each expert, and `down`, in the same format.
-        index: int32 [T], adapters, or None."""
+        """`kernels.experts` of this matrix, [G; U] of each expert, and `down` of the same format. index: int32 [T], adapters."""
         if index is None or (self.adapters is None and down.adapters is None):
             return experts(x, weights, chosen, self.matrix, down.matrix, dense)
         pair = None if self.adapters is None else self.adapters.of_experts()
@@ -93,7 +88,7 @@ class Weight(nn.Module):
 
 
 class OwnProduct(Weight):
-    """A format with a product of its own, not of `kernels.linear`."""
+    """A format whose product is not of `kernels.linear`."""
 
     def rows_product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x [T, n] -> x W^T [T, m] in this dtype."""

@@ -44,7 +44,7 @@ def load(config: EngineConfig, args: BootArgs) -> Rank:
 
 
 def boot(lifeline: Lifeline) -> Runner:
-    """The boot handshake up to Ready. An exception ends the group."""
+    """An exception ends the group."""
     try:
         return _boot(lifeline)
     except torch.OutOfMemoryError as error:
@@ -153,7 +153,6 @@ class Worker:
         return True
 
     def _finish(self) -> None:
-        """Publish the oldest step's result, then do deferred work."""
         launched = self._launched.popleft()
         result = launched.result()
         if self._results is not None:

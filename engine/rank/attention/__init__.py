@@ -21,8 +21,7 @@ FailedChecks = Collection[tuple[RowKind, int]]  # kinds of rows of KV groups tha
 
 @dataclass(frozen=True)
 class SpanExtend:
-    """Uses `own` for steps with bidirectional spans, which only our ops mask, and `usual`
-    otherwise."""
+    """Uses `own` for steps with bidirectional spans, which only our ops mask."""
 
     usual: AttentionPart
     own: AttentionPart
@@ -48,10 +47,9 @@ def attention_backend(
     width: int = 1,
     failed_checks: FailedChecks = (),
 ) -> AttentionBackend:
-    """The attention of a rank, of the backends that `config` asks for; None: of our own ops.
+    """The attention of a rank, of the backends that `config` names; None: our own ops.
 
-    buckets: row counts of decode steps, ascending;  check: of the page ids that parts copy
-    width: most decode rows of a sequence
+    buckets: row counts of decode steps, ascending; check: of page ids that parts copy; width: most decode rows of a sequence
     """
     device = cache.groups[0].table.device
     settings = PartSettings(geometry.heads // tp, geometry.eps, tuple(buckets), device, check, width)

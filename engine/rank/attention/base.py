@@ -1,9 +1,4 @@
-"""The interfaces of attention.
-
-    AttentionBackend   what the model sees: everything between the QKV product and the output product
-    AttentionPart      the same for one KV group's decode rows, or its prefill chunks
-    AttentionParts     makes parts of either kind, for one backend
-"""
+"""The interfaces of attention: everything between the QKV product and the output product."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,17 +34,17 @@ AttentionPlan = tuple[tuple[Any, ...], ...]  # what the parts prepared of each o
 
 class AttentionPart(Protocol):
     def prepare(self, block: ForwardBatch) -> Any:
-        """Called once a step. For decode rows it asks the host nothing, so a graph can hold it."""
+        """Called once a step. For decode rows it does not synchronise, so a graph can hold it."""
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, plan: Any, out: Tensor) -> None:
         """qkv [rows, ...] -> out [rows, heads * head_dim]. Writes K and V into their pages."""
 
 
 class AttentionParts(NamedTuple):
-    """Makes the parts of one backend. ConfigError: no kernels for a group.
+    """ConfigError: no kernels for a group.
 
-    A backend's module has `parts(settings: PartSettings, *, download: bool) -> AttentionParts`.
-    download: kernels that the node lacks may be fetched.
+    A backend's module has `parts(settings: PartSettings, *, download: bool) -> AttentionParts`; download: missing kernels may be
+    fetched.
     """
 
     decode: Callable[[GroupCache], AttentionPart]
@@ -59,8 +54,7 @@ class AttentionParts(NamedTuple):
 def normed_queries(
     cache: GroupCache, settings: PartSettings, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, *, fold: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Write K and V into their pages; returns normed and roped queries [rows, heads, d], and the
-    pool. `fold` as in `kernels.qkv.qkv_post`."""
+    """Writes K and V into their pages; returns normed and roped queries [rows, heads, d], and the pool. fold: `qkv_post`."""
     pool = cache.layers[layer.kv_source]
     q = qkv.new_empty((len(qkv), settings.heads, layer.head_dim), dtype=query_dtype(qkv, pool))
     rope = block.rope[layer.rope, layer.head_dim]
@@ -71,14 +65,11 @@ def normed_queries(
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """Sends each block to the part for its kind of rows and KV group."""
-
     cache: KVCache
     settings: PartSettings
     parts: Mapping[RowKind, Sequence[AttentionPart]]
 
     def prepare(self, batch: ForwardBatch) -> AttentionPlan:
-        """With decode rows only it asks the host nothing, so a graph can hold it."""
         return tuple(tuple(part.prepare(block) for part in self.parts[block.kind]) for block in batch.blocks)
 
     def store(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch) -> None:
@@ -86,8 +77,8 @@ class AttentionBackend:
             normed_queries(self.cache.of(layer), self.settings, rows, layer, norms, block)
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: AttentionPlan, out: Tensor) -> None:
-        """qkv [T, (heads + kv_projections * kv_heads) * head_dim], raw products -> out [T, heads *
-        head_dim]. Writes K and V into the pages of `layer.kv_source`."""
+        """qkv [T, (heads + kv_projections * kv_heads) * head_dim], raw -> out [T, heads * head_dim]. Writes K and V of layers
+        that own them."""
         index = self.cache.of(layer).group.index
         first = 0
         for block, prepared in zip(batch.blocks, plan, strict=True):

@@ -1,7 +1,4 @@
-"""Attention by Quartet's own ops: Triton kernels on a GPU, plain torch elsewhere.
-
-The backends `triton` and `reference` are the same parts.
-"""
+"""Attention by Quartet's own ops, for the backends `triton` and `reference`."""
 
 import bisect
 from functools import partial
@@ -24,7 +21,7 @@ ExtendPlan = tuple[Tensor, Tensor | None]
 
 
 class PagedDecode:
-    """Decode rows. A number of sequences that is no bucket is launched as the next bucket."""
+    """Decode rows are launched as those of the next bucket."""
 
     def __init__(self, cache: GroupCache, settings: PartSettings) -> None:
         group, buckets = cache.group, settings.buckets
@@ -60,8 +57,6 @@ class PagedDecode:
 
 
 class PagedExtend:
-    """Prefill chunks, cut into tiles of queries."""
-
     def __init__(self, cache: GroupCache, settings: PartSettings) -> None:
         self._cache, self._settings = cache, settings
         self._tokens = tile_tokens(settings.heads, cache.group.kv_heads)

@@ -1,20 +1,16 @@
-"""Attention by FlashInfer's TensorRT-LLM kernels: trtllm-gen on SM10x; elsewhere xqa, for decode
-rows only.
+"""Attention by FlashInfer's TensorRT-LLM kernels: trtllm-gen on SM10x; elsewhere xqa, for decode rows only.
 
-    decode rows   qkv_post: q, and K and V into pages | gather_pages, once a step and group | trtllm_batch_decode_with_kv_cache
-    chunks        (q normed, K and V in their pages)  | rows of the page table              | trtllm_batch_context_with_kv_cache
+FlashInfer passes unchecked bare pointers, so a mistake gives wrong results or a GPU fault. Its rules (0.7.2), which
+`tests/support/flashinfer_calls.py` checks in every call:
 
-FlashInfer passes bare pointers and does not check them, so a mistake gives wrong results or a GPU
-fault. Its rules (0.7.2), which `tests/support/flashinfer_calls.py` checks in every call:
-
-    tables      int32 [rows, width], contiguous: width is the kernel's row stride; 256 keys a step, so width * page is a multiple of
-                256 and every entry, also after a row's end, names a page of the same pool
+    tables      int32 [rows, width], contiguous: width is the kernel's row stride; width * page is a multiple of 256, the keys of a
+                step, and every entry, also after a row's end, names a page of the same pool
     lengths     int32 [rows], new keys included, at most max_len, which is constant: it chooses kernel and splits
     window      window_left = W - 1, since a window counts the query's own key
-    scales      1.0 of scores and values, as floats (a tensor costs a launch each call, unless it comes as its log2)
-    scratch     zeroed once; counters apart from it, or each call clears a buffer of its own; one stream only
+    scales      1.0 of scores and values, as floats (a tensor costs a launch each call, unless it is a log2)
+    scratch     zeroed once; separate counters, or each call clears a buffer; one stream only
 
-PDL is off: it was never tried with these kernels between ours.
+PDL is off: it was never tried with these kernels.
 """
 
 import inspect
@@ -58,12 +54,12 @@ class FlashInfer(NamedTuple):
 
 
 def load(device: torch.device, *, download: bool) -> FlashInfer:
-    """Import FlashInfer for a GPU. ConfigError: it is missing, or lacks an argument."""
+    """ConfigError: FlashInfer is missing, or lacks an argument."""
     return load_for("trtllm-gen" if torch.cuda.get_device_capability(device)[0] == 10 else "xqa", download=download)
 
 
 def load_for(kernels: Kernels, *, download: bool) -> FlashInfer:
-    """download: it may fetch missing kernels, for up to minutes in the first call."""
+    """download: the first call may fetch missing kernels, for up to minutes."""
     if not download:
         os.environ["FLASHINFER_NO_DOWNLOAD"] = "1"
     try:
@@ -93,8 +89,7 @@ class TrtllmScratch:
 
 @dataclass(frozen=True)
 class TableRows:
-    """int32 on the device: tables [rows, width], lengths [rows], new keys included, at most
-    max_len."""
+    """int32: tables [rows, width], lengths [rows], new keys included, at most max_len."""
 
     tables: Tensor
     lengths: Tensor
@@ -127,10 +122,8 @@ def call_decode(scratch: TrtllmScratch, group: KVGroup, query: Tensor, pool: Ten
 
 
 class TrtllmDecode:
-    """Decode rows of one token, by tables at fixed addresses.
-
-    A row's table starts at the first page of its window, so the constant bound of lengths is the
-    window's.
+    """Decode rows of one token, by tables at fixed addresses. A row's table starts at the first page of its window, which bounds
+    lengths.
     """
 
     def __init__(self, cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch) -> None:
@@ -156,7 +149,7 @@ class TrtllmDecode:
 
 
 class ChunkRows(NamedTuple):
-    """A step's chunks. queries and keys int32 [chunks + 1]: running sums; longest: in queries."""
+    """queries and keys int32 [chunks + 1]: running sums; longest: in queries."""
 
     rows: TableRows
     queries: Tensor
@@ -165,21 +158,19 @@ class ChunkRows(NamedTuple):
 
 
 class TrtllmExtend:
-    """Prefill chunks, by trtllm-gen only."""
-
     def __init__(self, cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch) -> None:
         check_group(cache.group, settings.heads, scratch.flashinfer.kernels)
         self._cache, self._settings, self._scratch = cache, settings, scratch
 
     def prepare(self, block: ForwardBatch) -> ChunkRows:
-        """Gather the chunks' rows of the page table, zero after their ends, and running sums."""
+        """The chunks' page table rows, zero after their ends, and running sums."""
         assert block.chunk_list is not None
         slots, _, starts, sizes = block.chunk_list[: len(block.chunks)].T.contiguous()
         lengths = starts + sizes
         query_sums, key_sums = (functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)) for counts in (sizes, lengths))
         table, page = self._cache.table, self._cache.group.page
         begins = torch.arange(0, table.shape[1] * page, page, device=table.device)
-        held = table[slots.long()].masked_fill_(begins >= lengths[:, None], 0)  # pages that are reserved ahead, or nobody's
+        held = table[slots.long()].masked_fill_(begins >= lengths[:, None], 0)  # pages reserved ahead, or of no sequence
         rows = TableRows(held, lengths, table.shape[1] * page)
         if self._settings.check is not None:
             self._settings.check(self._cache.group, held, slots, lengths - 1, None)
@@ -200,7 +191,6 @@ class TrtllmExtend:
 
 
 def parts(settings: PartSettings, *, download: bool) -> AttentionParts:
-    """The parts, with shared scratch."""
     flashinfer = load(settings.device, download=download)
     scratch = TrtllmScratch(flashinfer, settings)
     return AttentionParts(

@@ -1,7 +1,7 @@
 """Maps every tensor of a PEFT folder, or refuses the adapter with a list. No torch at import.
 
 base_model.model.model.language_model.layers.3.self_attn.k_proj.lora_A.weight     with `language_model.` or without
-base_model.model.model.layers.3.mlp.experts.base_layer.lora_B.weight              of all experts of a layer:
+base_model.model.model.layers.3.mlp.experts.base_layer.lora_B.weight              all experts of a layer:
 
 A [experts * r, n]   expert e has rows [e r, (e + 1) r)
 B [m, r * experts]   expert e has columns e, e + experts, ...; gate rows before up rows
@@ -31,10 +31,7 @@ _UNREAD = re.compile(r"layers\.\d+\.self_attn\.[kv]_proj")  # of a layer that re
 
 
 class AdapterMatrix(NamedTuple):
-    """B A of one matrix, or of all `experts` of a layer.
-
-    a, b      names of the tensors;   rank of one matrix;   scale  factor
-    """
+    """B A of one matrix, or of all `experts` of a layer. a, b: names of tensors; rank: of one matrix."""
 
     module: str  # as the checkpoint's tensors name it
     bases: tuple[str, ...]  # published names of the matrices of B's rows, in order
@@ -66,7 +63,7 @@ class _Tensors(NamedTuple):
 
 
 def adapter_pieces(tensors: TensorTable, geometry: Geometry, rank: int = 0, size: int = 1) -> dict[str, Piece]:
-    """The model's matrices, by the names that adapters use, as `rank` of `size` cuts them."""
+    """The model's matrices by the names that adapters use, as `rank` of `size` cuts them."""
     every = pieces(tensors, geometry, rank, size, _ONE_EACH)
     return {name: piece for name, piece in every.items() if piece.kind in ("matrix", "unpacked")}
 
@@ -76,8 +73,7 @@ def map_adapters(folders: Mapping[str, str], tensors: TensorTable, geometry: Geo
 
 
 def map_adapter(config: AdapterConfig, tensors: TensorTable, geometry: Geometry) -> AdapterTensors:
-    """Only headers are read. CheckpointError lists tensors without a place, without their other
-    half, or of a wrong shape."""
+    """Reads headers only. CheckpointError lists tensors without a place, without their other half, or of a wrong shape."""
     found = _headers(config)
     known = adapter_pieces(tensors, geometry)
     complaints: list[str] = []
@@ -109,7 +105,6 @@ def _headers(config: AdapterConfig) -> _Tensors:
 
 
 def _modules(found: _Tensors, complaints: list[str]) -> Iterator[str]:
-    """The module of each tensor; others become complaints."""
     for name in sorted(found.shapes):
         match = _KEY.fullmatch(name)
         if match is None:
@@ -123,7 +118,6 @@ def _modules(found: _Tensors, complaints: list[str]) -> Iterator[str]:
 
 
 def _is_unread(module: str, tensors: TensorTable, geometry: Geometry) -> bool:
-    """Whether it is K or V of a layer that reads another's, so never used."""
     name = tensors.published_name(f"{module}.weight", geometry)
     inner = name.removeprefix(geometry.prefix).removesuffix(".weight")
     return _UNREAD.fullmatch(inner) is not None and tensors.is_unused(name, geometry)
@@ -178,7 +172,6 @@ def _of_all_experts(
 
 
 def _checked(made: AdapterMatrix, shape: Sequence[int], found: _Tensors) -> AdapterMatrix | str:
-    """The matrix, or a complaint about its shapes."""
     inner = made.rank * max(1, made.experts)
     wanted = {made.a: (inner, shape[1]), made.b: (shape[0], inner)}
     for name, right in wanted.items():

@@ -15,7 +15,7 @@ _NAMES = {side: (f"{side}_proj.{side}_scale", f"{side}_scale", f"{side}_proj.out
 
 
 def read_kv_scales(text: Checkpoint, parallel: Parallel, device: torch.device) -> dict[int, Tensor]:
-    """By layer, fp32 [2, kv_heads] of this rank; absent: 1. CheckpointError: a scale is wrong."""
+    """fp32 [2, kv_heads] of this rank, by layer; absent: 1. CheckpointError: a scale is wrong."""
     if not (text.weights.has_kv_scales and any(KV_SCALE.fullmatch(name) for name in tensor_names(text.folder))):
         return {}
     by_name, _ = headers(text.folder, text.tensors, text.geometry)

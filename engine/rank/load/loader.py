@@ -22,8 +22,7 @@ _BLOCK_BYTES = 16 << 20  # copied at once
 
 
 def with_head(geometry: Geometry, tensors: TensorTable, folder: Path) -> Geometry:
-    """`geometry` with an untied head if the folder has a head that differs from the embedding,
-    whatever config.json says."""
+    """`geometry`, untied if the folder's head differs from the embedding, whatever config.json says."""
     by_name, _ = headers(folder, tensors, geometry)
     head, table = by_name.get(HEAD), by_name.get(tensors.published_name("embed_tokens.weight", geometry))
     if head is None or table is None:
@@ -41,11 +40,9 @@ def _are_equal(one: TensorHeader, two: TensorHeader) -> bool:
 
 
 def load(model: Shard, tensors: TensorTable, folder: Path, weights: Quantisation = UNQUANTISED) -> None:
-    """Copy this rank's slices of the checkpoint into the parameters. The geometry is from
-    `with_head`.
+    """Copy this rank's slices of the checkpoint into the parameters. The geometry is from `with_head`.
 
-    CheckpointError names the file, or all wrong tensors, before anything is copied; later, one with
-    NaN or infinity.
+    CheckpointError names the file or all wrong tensors before anything is copied; later a tensor with NaN or infinity.
     """
     needed, parameters = allocate(model, tensors, weights)
     by_name = checked_headers(folder, needed, tensors, model.geometry, weights)
@@ -66,7 +63,6 @@ def _rows(file: Any, header: TensorHeader, piece: Piece) -> Any:
 
 
 def _scales(by_name: Headers, needed: dict[str, Piece]) -> dict[str, Tensor]:
-    """The scales that readers take, whole."""
     scales = {}
     for name, header, file in by_file(by_name):
         scale = file.get_tensor(header.name).reshape(needed[name].shape)
@@ -76,7 +72,7 @@ def _scales(by_name: Headers, needed: dict[str, Piece]) -> dict[str, Tensor]:
 
 
 def _copy(file: Any, header: TensorHeader, piece: Piece, parameter: Tensor) -> None:
-    """Copy blocks of rows of each cut. A sum detects NaN and infinity without a block of memory."""
+    """A sum detects NaN and infinity without a block of memory."""
     source = _rows(file, header, piece)
     target = piece.targets[0]
     for cut in target.cuts if target.kept else ():
@@ -89,8 +85,7 @@ def _copy(file: Any, header: TensorHeader, piece: Piece, parameter: Tensor) -> N
 
 
 def _pack(file: Any, header: TensorHeader, piece: Piece, parameters: dict[str, Tensor], scales: list[Tensor]) -> None:
-    """Pack blocks of whole rows on the device, so that a row's scale does not depend on the cut,
-    and put this rank's part."""
+    """Pack blocks of whole rows on the device, so that a row's scale does not depend on the cut."""
     source = file.get_slice(header.name)
     rows = piece.targets[0].cuts[0].rows(piece.shape)
     device = piece.targets[0].of(parameters).device
@@ -105,7 +100,6 @@ def _pack(file: Any, header: TensorHeader, piece: Piece, parameters: dict[str, T
 
 
 def _of_rows(tensor: StoredTensor, scale: Tensor, first: int, stop: int) -> Tensor:
-    """A scale's numbers for rows [first, stop)."""
     unit = tensor.block[0]
     return scale[first // unit : -(-stop // unit)] if unit else scale
 

@@ -1,4 +1,4 @@
-"""Fills a shard with random weights of the same full model at every rank and size."""
+"""Fills a shard with random weights: the same full model at every rank and size on one kind of device, and in fp32 as in bf16."""
 
 import math
 import zlib
@@ -17,8 +17,6 @@ _DRAW = 1 << 24  # values drawn at once
 
 
 def dummy(model: Shard, tensors: TensorTable, seed: int = 0, weights: Quantisation = UNQUANTISED) -> None:
-    """Fill with weights of the same full model at every rank and size on one kind of device, and in
-    fp32 as in bf16."""
     needed, parameters = allocate(model, tensors, weights.drawn())
     for piece in needed.values():
         for first, block in drawn(piece, model.geometry, seed, model.device):
@@ -27,7 +25,7 @@ def dummy(model: Shard, tensors: TensorTable, seed: int = 0, weights: Quantisati
 
 
 def drawn(piece: Piece, geometry: Geometry, seed: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Draw blocks (first row, rows fp32 or integers). They depend only on the whole tensor's shape."""
+    """Blocks (first row, rows fp32 or integers), which depend only on the whole tensor's shape."""
     rows = max(1, _DRAW // math.prod(piece.shape[1:]))
     generator = torch.Generator(device)
     for first in range(0, piece.shape[0], rows):
@@ -40,11 +38,10 @@ def drawn(piece: Piece, geometry: Geometry, seed: int, device: torch.device) -> 
 
 
 def _draw(piece: Piece, geometry: Geometry, normal: Tensor) -> Tensor:
-    """Scale normal values to a model that is not chaotic: attention logits of std 1, and a lasting
-    residual.
+    """Scale to a model that is not chaotic: attention logits of std 1, and a lasting residual.
 
-    A layer multiplies a relative error by sqrt(c^2 + J^2 (1 - c^2)), c the layer scalar and J ~ 1.6: by 10^8 over sixty layers
-    at c = 0.6, and by 60 at 0.95.
+    A layer multiplies a relative error by sqrt(c^2 + J^2 (1 - c^2)), c the layer scalar, J ~ 1.6: sixty layers by 10^8 at c =
+    0.6, by 60 at 0.95.
     """
     if piece.tensor.draw is not None:
         return piece.tensor.draw(normal, piece.fan_in)

@@ -1,4 +1,4 @@
-"""What a rank keeps of each checkpoint tensor, and where it goes. No torch at import."""
+"""What a rank keeps of each checkpoint tensor, and where. No torch at import."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ _EVEN = {"q": 0, "gate": 0, "up": 0, "columns": 1, "depth": 2}  # parts that are
 
 @dataclass(frozen=True)
 class Cut:
-    """Indices [start, stop) of dimension `dim`, which go to index `at` of the parameter."""
+    """Indices [start, stop) of dimension `dim` go to index `at` of the parameter."""
 
     dim: int
     start: int
@@ -34,12 +34,10 @@ class Cut:
         return range(self.start, self.stop) if self.dim == 0 else range(shape[0])
 
     def index(self, first: int, stop: int) -> tuple[slice, ...]:
-        """The index of rows [first, stop), cut."""
         inner = () if self.dim == 0 else (*(slice(None),) * (self.dim - 1), slice(self.start, self.stop))
         return (slice(first, stop), *inner)
 
     def target(self, parameter: "Tensor", first: int, stop: int) -> "Tensor":
-        """The view of `parameter` for rows [first, stop)."""
         if self.dim == 0:
             return parameter[self.at + first - self.start : self.at + stop - self.start]
         return parameter[first:stop].narrow(self.dim, self.at, self.stop - self.start)
@@ -66,11 +64,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Piece:
-    """A checkpoint tensor and what one rank keeps of it, through its format's reader if there is
-    one.
+    """A checkpoint tensor and what one rank keeps of it.
 
-    fan_in: columns of its matrix;  weight: path of its `Weight`
-    scales: names of the tensors that its reader also takes. They have no targets of their own.
+    fan_in: columns of its matrix; weight: path of its `Weight`; scales: tensors without targets that its format's reader also
+    takes
     """
 
     name: str
@@ -103,8 +100,8 @@ class Piece:
 def pieces(
     tensors: TensorTable, geometry: Geometry, rank: int = 0, size: int = 1, weights: Quantisation = UNQUANTISED
 ) -> dict[str, Piece]:
-    """Every tensor of the checkpoint, by published name, as `rank` of `size` cuts it.
-    CheckpointError: a cut divides a block of the format."""
+    """Every checkpoint tensor, by published name, as `rank` of `size` cuts it. CheckpointError: a cut divides a block of the
+    format."""
     by_name: dict[str, Piece] = {}
     for rule in tensors.rules:
         if rule.fused not in (None, weights.fused):
@@ -148,7 +145,6 @@ def _stored(
 
 
 def elements(tensors: TensorTable, geometry: Geometry) -> int:
-    """Elements of the whole model's matrices and vectors, however they are stored."""
     return sum(math.prod(piece.shape) for piece in pieces(tensors, geometry).values())
 
 
@@ -164,7 +160,7 @@ def _of_blocks(cut: Cut, tensor: StoredTensor, shape: tuple[int, ...], name: str
 
 
 def _cuts(part: Part, shape: tuple[int, ...], geometry: Geometry, layer: Layer, rank: int, size: int) -> tuple[Cut, ...]:
-    """What `rank` keeps: even shares; KV heads follow query heads, up rows follow gate rows."""
+    """Even shares; KV heads follow query heads, up rows follow gate rows."""
     if part == "whole":
         return (Cut(0, 0, shape[0]),)
     if part == "vocab":
@@ -186,8 +182,7 @@ def _cuts(part: Part, shape: tuple[int, ...], geometry: Geometry, layer: Layer, 
 def allocate(
     model: "Shard", tensors: TensorTable, weights: Quantisation = UNQUANTISED
 ) -> "tuple[dict[str, Piece], dict[str, Tensor]]":
-    """Returns the pieces that fill the model's weights, and parameters by name. Rows after the
-    vocabulary's end are zero."""
+    """The pieces that fill the model's weights, and parameters by name. Rows after the vocabulary's end are zero."""
     needed = pieces(tensors, model.geometry, model.parallel.rank, model.parallel.size, weights)
     for path, held in {piece.weight: piece.weights for piece in needed.values() if piece.weight}.items():
         parent, _, name = path.rpartition(".")

@@ -64,7 +64,7 @@ def _is_shape(shape: tuple[int, ...], piece: Piece) -> bool:
 
 
 def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Headers, list[str]]:
-    """By published name, and complaints where index and shards disagree."""
+    """Headers by published name, and complaints where index and shards disagree."""
     index = read_index(folder)
     by_name: Headers = {}
     complaints, names = [], set()
@@ -85,7 +85,6 @@ def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Hea
 
 
 def _usual(name: str) -> str:
-    """Quantisers have other spellings."""
     return name.replace(".moe.experts.", ".experts.").removesuffix("_inv")
 
 
@@ -110,7 +109,7 @@ def by_file(by_name: Headers) -> Iterator[tuple[str, TensorHeader, Any]]:
 
 @contextmanager
 def opened(path: Path, framework: str = "pt") -> Iterator[Any]:
-    """Map the file. CheckpointError: absent, cut short or no safetensors file."""
+    """CheckpointError: absent, cut short or no safetensors file."""
     try:
         with safe_open(path, framework=framework) as file:
             yield file

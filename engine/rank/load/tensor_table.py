@@ -16,8 +16,6 @@ Kind = Literal["matrix", "embedding", "ple_table", "unpacked", "norm", "head_nor
 
 @dataclass(frozen=True)
 class Rule:
-    """A checkpoint tensor and where it goes."""
-
     name: str  # after the model's prefix; {i} is the layer, {e} the expert
     parameter: str
     shape: str  # names of axes
@@ -28,14 +26,11 @@ class Rule:
 
 
 def norm_rule(name: str, parameter: str, size: str = "hidden", present: str = "one") -> Rule:
-    """A vector that every rank holds."""
     return Rule(name, parameter, size, kind="norm", present=present)
 
 
 @dataclass(frozen=True)
 class TensorTable:
-    """The tensors of an architecture's checkpoints."""
-
     rules: tuple[Rule, ...]
     sizes: AxisSizes  # of the axes in a layer, except `one` and fields of the geometry or the layer
     published_name: Callable[[str, Geometry], str]  # of a tensor, from its name in any checkpoint or rule
@@ -43,7 +38,7 @@ class TensorTable:
 
     @classmethod
     def of_encoder(cls, rules: tuple[Rule, ...], sizes: AxisSizes, *prefixes: str) -> "TensorTable":
-        """The table of an encoder under these prefixes. `load_encoder` reads bounds itself."""
+        """`load_encoder` reads bounds itself."""
         begins = tuple(f"model.{prefix}" for prefix in prefixes)
         return cls(
             rules,

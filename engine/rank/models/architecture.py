@@ -16,7 +16,7 @@ from engine.rank.products import Exchange, Peers
 from engine.rank.shard import Shard
 from kernels.norm import rms_norm
 
-Launches = Generator[None, None, Tensor]  # what is launched a piece at a time: yields between them, returns what they give
+Launches = Generator[None, None, Tensor]  # launches a piece at a time: yields between pieces, returns their result
 
 
 class Model(Shard, ABC):
@@ -25,7 +25,7 @@ class Model(Shard, ABC):
     @property
     @abstractmethod
     def head(self) -> VocabTable:
-        """This rank's slice of the output table, before the soft cap (`geometry.softcap`)."""
+        """This rank's slice of the output table, before the soft cap."""
 
     @abstractmethod
     def embed(self, ids: Tensor, exchange: Exchange) -> Tensor:
@@ -33,16 +33,14 @@ class Model(Shard, ABC):
 
     @abstractmethod
     def states(self, batch: ForwardBatch, attention: AttentionBackend, peers: Peers = None) -> tuple[Tensor, Tensor]:
-        """[R, hidden] each, of `batch.logit_rows`: the residual stream after the last layer, and
-        its final norm. Writes K and V.
+        """[R, hidden] each, of `batch.logit_rows`: the last residual, and its final norm. Writes K and V.
 
         peers: the ranks' inboxes, or sequence-parallel norms for many rows; None: collectives.
         """
 
 
 class MediaEncoder(Shard, ABC):
-    """Encodes media into rows that replace their placeholders' embeddings. Not cut over ranks.
-    `out`: the last product."""
+    """Encodes media into rows that replace their placeholders' embeddings. Not cut over ranks."""
 
     def __init__(self, geometry: MediaGeometry, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, Single(), dtype, device)
@@ -69,7 +67,6 @@ class MediaEncoder(Shard, ABC):
         ...
 
     def pieces(self, batch: Sequence[Tensor]) -> Launches:
-        """`forward`, launched layer by layer."""
         return functional.linear(rms_norm((yield from self.encoded(batch)), None, self.geometry.eps), self.out.weight)
 
     def forward(self, batch: Sequence[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
     x = W_pre [ E_target[id] * sqrt(backbone) ; hidden ]      hidden: the target's final-normed row, or `W_post y` of the last pass
     y = norm( 4 layers(x) )                                   queries only; K and V are the target's, up to the row's position
-    next id = argmax( y E^T ),  hidden = W_post y
+    next id = argmax( y E^T )
 """
 
 from pathlib import Path
@@ -32,8 +32,7 @@ from kernels.sampling_batch import SamplingBatch
 class DenseHead(nn.Module):
     """The drafter's own table, cut along the vocabulary.
 
-    forward: final rows [R, hidden] -> int32 [R, 2] (`kernels.choose`), the same on every rank,
-    written after the rows' inputs. `batch` is greedy; ties give the lowest id.
+    forward: final rows [R, hidden] -> int32 [R, 2] (`kernels.choose`), the same on every rank, written after the rows' inputs.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -45,11 +44,7 @@ class DenseHead(nn.Module):
 
 
 class OrderedHead(nn.Module):
-    """A table with rows grouped by cluster; only the best clusters' rows are read. Not cut over
-    ranks.
-
-    order: int64 [vocab], the id of each row;  forward: as `DenseHead.forward`
-    """
+    """Rows are grouped by cluster; only the best clusters are read. Not cut over ranks. order: int64 [vocab], the rows' ids."""
 
     def __init__(self, shard: Shard, geometry: AssistantGeometry) -> None:
         super().__init__()
@@ -59,7 +54,7 @@ class OrderedHead(nn.Module):
         self.order = torch.arange(geometry.vocab, device=shard.device)
 
     def sort(self, order: Tensor) -> None:
-        """Reorder rows from id order. CheckpointError if it is not a permutation."""
+        """Reorders rows from id order. CheckpointError if it is no permutation."""
         order = order.long()
         if not torch.equal(order.sort().values, torch.arange(len(self.weight))):
             raise CheckpointError(f"{ORDER} is no permutation of the vocabulary")
@@ -85,8 +80,7 @@ class Assistant(Shard):
         self.frequencies: RopeTensors = frequencies_of(geometry.layers, device)
 
     def forward(self, embedded: Tensor, hidden: Tensor, step: LayerStep) -> Tensor:
-        """embedded and hidden [R, backbone] of decode rows -> final rows [R, hidden]. `post` of
-        them is the next pass's `hidden`."""
+        """embedded and hidden [R, backbone] -> final rows [R, hidden]."""
         first_norm, *next_norms = pre_norms(self.blocks, self.norm)
         projected = self.pre.product(torch.cat([embedded, hidden], 1))
         h, x = step.exchange.norm(projected, None, first_norm.after(None))

@@ -1,7 +1,5 @@
-"""The shape of a Gemma 4 assistant, read for its target. No torch.
-
-Source: the public configs and transformers' `models/gemma4_assistant`. Each layer reads K and V of
-the target's last layer of its kind that owns them.
+"""The shape of a Gemma 4 assistant, read for its target. No torch. Each layer reads K and V of the target's last layer of its
+kind that owns them. Source: transformers' `models/gemma4_assistant`.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ class AssistantGeometry(Geometry):
 
 
 def read_assistant(folder: Path, target: Geometry, tp: int = 1) -> AssistantGeometry:
-    """CheckpointError: no assistant, one of another model, or not divisible by `tp`."""
+    """CheckpointError: no assistant, another model's, or not divisible by `tp`."""
     path = folder / "config.json"
     config = read_json(path)
     kind = str(config.get("model_type"))
@@ -53,7 +51,6 @@ def _source(layer: Layer, target: Geometry, path: Path) -> int:
 
 
 def _unlike(assistant: AssistantGeometry, target: Geometry) -> list[str]:
-    """Why an assistant cannot draft for `target`."""
     pairs: list[tuple[str, object, object]] = [
         ("hidden size of its model", assistant.backbone, target.hidden),
         ("vocabulary", assistant.vocab, target.vocab),

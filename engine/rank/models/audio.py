@@ -1,12 +1,10 @@
-"""Gemma 4's audio encoders: the conformer tower of E2B and E4B, and the 12B's projection of raw
-samples.
+"""Gemma 4's audio encoders: the conformer tower of E2B and E4B, and the 12B's projection of raw samples.
 
     frames [f, 128] --two convolutions, each halves them--> x [ceil(f / 4), hidden]
     each layer   x = x + ff(x) / 2;  x = x + norm( attention( norm(x) ) );  x = x + convolution(x);  x = norm( x + ff'(x) / 2 )
     soft token   = W norm( W' x + b )          norm without weight; the 12B's: W norm(640 samples)
 
-Clips are a ragged batch: a row sees itself and the rows before it in its clip, `reach` in total, so
-a clip's soft tokens depend on that clip only.
+Clips are a ragged batch: a row sees at most `reach` rows, itself and earlier ones of its clip.
 """
 
 import math
@@ -27,14 +25,13 @@ from kernels.norm import rms_norm
 
 
 class Before(NamedTuple):
-    """Rows int64 [T, n] that each row sees, nearest first; bool, true where there is no such row."""
+    """Rows int64 [T, n] that each row sees, nearest first; none: bool, where there is no such row."""
 
     rows: Tensor
     none: Tensor
 
     @classmethod
     def of(cls, lengths: Sequence[int], count: int, device: torch.device) -> "Before":
-        """The table for consecutive clips of `lengths` rows."""
         counts = torch.tensor(lengths)
         first = (counts.cumsum(0) - counts).repeat_interleave(counts)
         rows = torch.arange(sum(lengths))[:, None] - torch.arange(count)
@@ -43,8 +40,6 @@ class Before(NamedTuple):
 
 
 class Subsample(nn.Module):
-    """Two convolutions of stride 2 over time and mels, then a product."""
-
     def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
         super().__init__()
         first, second = geometry.channels
@@ -88,7 +83,6 @@ class AudioAttention(nn.Module):
         self.scale = shard.parameter(width // geometry.heads)
 
     def forward(self, x: Tensor, distances: Tensor, before: Before) -> Tensor:
-        """x [T, hidden], distances [reach, hidden]"""
         q, k, v = (product(x).float().view(self._shape) for product in (self.q, self.k, self.v))
         q = q * (q.shape[2] ** -0.5 / math.log(2)) * functional.softplus(self.scale)
         relative = functional.linear(distances, self.relative.weight).float().view(self._shape)
@@ -133,7 +127,7 @@ class AudioBlock(nn.Module):
 
 
 class AudioEncoder(MediaEncoder):
-    """Encodes clips fp32 [rows, features]. Without a tower it projects the rows."""
+    """Clips are fp32 [rows, features]. Without a tower it projects the rows."""
 
     geometry: AudioGeometry
 

@@ -16,8 +16,6 @@ SIZES = (*range(288, 2593, 288), *range(3168, CAPTURED_PATCHES + 1, 576))  # 252
 
 
 class Rows(NamedTuple):
-    """Inputs of all layers."""
-
     cos: Tensor  # fp32 [T, head_dim / 2], as sin
     sin: Tensor
     starts: Tensor  # int32 [pictures + 1]
@@ -30,8 +28,7 @@ RunLayers = Callable[[range, Tensor, Tensor, Rows], tuple[Tensor, Tensor]]
 class CapturedLayers:
     """`run` computes some of `count` layers and returns h and its normed form x.
 
-    Memory for inputs: states [2, SIZES[-1], hidden] of h and x; angles fp32 [2, SIZES[-1], head_dim
-    / 2] of cos and sin.
+    Input buffers: states [2, SIZES[-1], hidden] for h and x; angles fp32 [2, SIZES[-1], head_dim / 2].
     """
 
     def __init__(self, run: RunLayers, count: int, states: Tensor, angles: Tensor, graphs: StageGraphs) -> None:
@@ -39,14 +36,13 @@ class CapturedLayers:
         self._parts = [range(first, min(first + LAYERS, count)) for first in range(0, count, LAYERS)]
         self._rows = Rows(angles[0], angles[1], angles.new_zeros(PICTURES + 1, dtype=torch.int32), SIZES[-1])
         for size in reversed(SIZES):
-            rows = Rows(angles[0, :size], angles[1, :size], self._rows.starts, size)  # of which any may be a picture's
+            rows = Rows(angles[0, :size], angles[1, :size], self._rows.starts, size)  # a picture may have any number of them
             h, x = states[:, :size]
             graphs.warm(partial(run, self._parts[0], h, x, rows))
             for part in self._parts:
                 h, x = graphs.capture(partial(run, part, h, x, rows), "layers", size, part.start)
 
     def fit(self, rows: Rows) -> bool:
-        """Whether a batch fits the graphs."""
         return len(rows.cos) <= SIZES[-1] and len(rows.starts) <= PICTURES + 1
 
     def pieces(self, h: Tensor, x: Tensor, rows: Rows) -> Launches:

@@ -18,8 +18,7 @@ _MATRIX = ".linear.weight"
 
 
 class ClippedProduct(nn.Module):
-    """x W^T by the library, since our kernels would compile at a picture's arrival. bounds: of x
-    and of the product, or None."""
+    """x W^T by the library, since our kernels would compile at a picture's arrival. bounds: of x and of the product."""
 
     def __init__(self, shard: Shard, rows: int, columns: int) -> None:
         super().__init__()
@@ -34,8 +33,7 @@ class ClippedProduct(nn.Module):
 
 
 def load_encoder(model: Shard, tensors: TensorTable, folder: Path, weights: Quantisation = UNQUANTISED) -> None:
-    """Fill an encoder and the bounds of products named `*.linear`, which may be missing.
-    CheckpointError as `load`."""
+    """Fill an encoder and the bounds, if any, of products named `*.linear`. CheckpointError as `load`."""
     load(model, tensors, folder, weights)
     by_name, _ = headers(folder, tensors, model.geometry)
     scalars = {}

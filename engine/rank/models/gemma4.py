@@ -1,15 +1,14 @@
 """Gemma 4's text model: dense, with experts, or with per-layer embeddings, by its geometry.
 
     h = E[id] * sqrt(hidden)
-    each layer      h = h + norm( attention( norm(h) ) )                     K and V normed, K roped, both into pages
+    each layer      h = h + norm( attention( norm(h) ) )                     K and V normed, K roped
                     h = h + norm( mlp( norm(h) ) )                           with experts: norm( norm(mlp) + norm(experts) )
                     h = h + norm( W ( gelu(W' h) * ple_layer ) )             with per-layer embeddings
                     h = h * scalar
     logits = norm(h) E^T                                                     or of an untied matrix
 
-Blocks pass (h, x): the residual stream, and its normed form for the next product. A fused norm ends
-each half of a block with the sum over ranks, its norm, the residual and the next norm. After the
-last layer that stores K and V only rows that need logits are computed.
+Blocks pass (h, x): the residual stream, and its normed form. A fused norm ends each half of a block: the sum over ranks, its
+norm, the residual and the next norm. After the last layer that stores K and V only rows that need logits are computed.
 """
 
 import math
@@ -50,7 +49,7 @@ class PreNorm(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerStep:
-    """What the layers of one forward share. ple: per-layer embeddings [T, layers, ple] or None."""
+    """What layers of a forward share. ple: per-layer embeddings [T, layers, ple]."""
 
     batch: ForwardBatch
     attention: AttentionBackend
@@ -59,7 +58,6 @@ class LayerStep:
     ple: Tensor | None
 
     def of_rows(self, rows: Tensor) -> "LayerStep":
-        """The step of these rows, as decode rows."""
         width = self.batch.width
         batch = self.batch.of_rows(rows)
         cache = self.attention.cache
@@ -71,8 +69,7 @@ class LayerStep:
 
 
 class Attention(nn.Module):
-    """q, k and v in one product; no v where it is k's raw product, only q where K and V are another
-    layer's."""
+    """q, k and v in one product; no v where it is k's raw product, only q where another layer owns K and V."""
 
     def __init__(self, shard: Shard, layer: Layer) -> None:
         super().__init__()
@@ -161,13 +158,11 @@ class Block(nn.Module):
 
 
 def pre_norms(blocks: Iterable[nn.Module], last: Tensor) -> list[PreNorm]:
-    """The norm before each block, and `last`."""
     return [*(PreNorm(b.norms["pre_attention"], b.attention.qkv.packs_rows) for b in blocks if isinstance(b, Block)), PreNorm(last)]
 
 
 class Embedding(nn.Module):
-    """Token rows times sqrt(hidden), rounded to the table's dtype as in transformers, and per-layer
-    embeddings."""
+    """Token rows times sqrt(hidden), rounded as in transformers, and per-layer embeddings."""
 
     def __init__(self, shard: Shard) -> None:
         super().__init__()
@@ -234,7 +229,7 @@ class Gemma4(Model):
         norms = pre_norms(self.blocks, self.norm)
         if not exchange.packs_rows:
             norms = [norm._replace(packs=False) for norm in norms]
-        if batch.logit_rows is not None:  # this layer narrows, and needs h of those rows on every rank, which x is without a norm
+        if batch.logit_rows is not None:  # this layer narrows, and needs h of all rows on every rank: x is h without a norm
             norms[self._last_stored] = PreNorm(None)
         h, x, ple = self.embedding(batch.ids, norms[0], exchange, batch.soft)
         step = LayerStep(batch, attention, attention.prepare(batch), exchange, ple)

@@ -18,8 +18,7 @@ _I, _B = "layers.{i}.", "blocks.{i}."
 
 
 def block_rules(layer: str) -> tuple[Rule, ...]:
-    """Rules of blocks that drafters have too: queries, dense MLP, norms, scalar. layer: prefix of a
-    layer's tensors."""
+    """Rules of blocks that drafters have too. layer: prefix of a layer's tensors."""
     return (
         Rule(f"{layer}self_attn.q_proj.weight", f"{_B}attention.qkv", "q hidden", "q"),
         Rule(f"{layer}self_attn.o_proj.weight", f"{_B}attention.o", "hidden q", "columns"),
@@ -76,8 +75,6 @@ def _sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
 
 
 def _is_unused(name: str, geometry: Geometry) -> bool:
-    """Whether the text model ignores it: a tower's, a tied head, K and V of layers that read
-    another's."""
     if _is_of_tower(name) or (name == HEAD and geometry.tied):
         return True
     match = re.fullmatch(rf"{re.escape(geometry.prefix)}layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.\w+", name)

@@ -1,7 +1,7 @@
-"""The tensor-parallel layers. Every product is one of a `Weight`'s, except the router's.
+"""The tensor-parallel layers. Every product is a `Weight`'s, except the router's.
 
-A column-parallel `Weight` has this rank's rows; a row-parallel one has its columns and yields a
-part of a sum over ranks (`engine.rank.products`). KV heads that do not divide are replicated.
+A column-parallel `Weight` has this rank's rows; a row-parallel one has its columns and gives a part of a sum over ranks
+(`engine.rank.products`). KV heads that do not divide are replicated.
 """
 
 from functools import cached_property
@@ -21,8 +21,8 @@ from kernels.route import route, router_logits, router_parts
 
 
 class VocabTable(nn.Module):
-    """This rank's rows of an embedding table. All ranks have equally many; those after the
-    vocabulary's end are zero, and their logits -inf."""
+    """This rank's rows of an embedding table. Ranks have equal shares; rows after the vocabulary's end are zero, their logits
+    -inf."""
 
     def __init__(self, shard: Shard, rows: int, width: int) -> None:
         super().__init__()
@@ -35,12 +35,10 @@ class VocabTable(nn.Module):
         self.head = shard.matrix(share, width)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids int [T] -> [T, width]: zero for other ranks' ids, to be summed over ranks. Media
-        placeholders are read as pad."""
+        """ids int [T] -> [T, width], to be summed over ranks. Media placeholders embed as pad."""
         return self.head.rows(ids, self._first, self._placeholders, self._pad)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [T, width] -> fp32 [T, share]."""
         logits = self.head.product(x, FP32)
         if self._filled < logits.shape[1]:
             logits[:, self._filled :] = -torch.inf
@@ -59,7 +57,6 @@ class Mlp(nn.Module):
         return exchange.row_parallel(self.down, exchange.gated(self.gate_up, x, self.down))
 
     def local(self, x: Activations, exchange: Exchange) -> Tensor:
-        """This rank's part as a tensor [T, hidden]."""
         inner = exchange.gated(self.gate_up, x, self.down)
         assert isinstance(inner, Activations)
         return exchange.product(self.down, inner)
@@ -86,8 +83,7 @@ class Router(nn.Module):
         return parts
 
     def forward(self, h: Tensor, norm: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """h [T, hidden], the raw residual -> (weights fp32, experts int32), [T, top_k] each, and h
-        normed by `norm`. index: int32 [T], adapters, or None."""
+        """h [T, hidden], raw -> weights fp32 and experts int32 [T, top_k], and h normed by `norm`. index: int32 [T], adapters."""
         logits, x = router_logits(h, self._parts, norm, self._eps)
         if self.adapters is not None and index is not None:
             scaled = rms_norm(h, None, self._eps, torch.float32) * self.scale * h.shape[1] ** -0.5
@@ -107,6 +103,5 @@ class Experts(nn.Module):
     def forward(
         self, x: Tensor, weights: Tensor, chosen: Tensor, dense: PendingTensor, index: Tensor | None = None
     ) -> Tensor:
-        """x and what `dense` gives [T, hidden], weights and chosen [T, top_k] -> [T, 2 hidden]:
-        dense's part, the experts'."""
+        """x and dense [T, hidden], weights and chosen [T, top_k] -> [T, 2 hidden]: dense's part, the experts'."""
         return self.gate_up.experts(x, weights, chosen, self.down, dense, index)

@@ -1,14 +1,13 @@
-"""Gemma 4's vision encoders: the towers of 26B, 31B, E2B and E4B, and the 12B's embedder without
-layers.
+"""Gemma 4's vision encoders: the towers of 26B, 31B, E2B and E4B, and the 12B's embedder without layers.
 
     tower     h = W (2 p - 1) + X[x] + Y[y]                                     p: a patch of 16 x 16 pixels in [0, 1], at (x, y)
-              h = h + norm( attention( norm(h) ) );  h = h + norm( mlp( norm(h) ) )     bidirectional in a picture; no layer scalar
+              h = h + norm( attention( norm(h) ) );  h = h + norm( mlp( norm(h) ) )     bidirectional in a picture
               c = mean(h of 3 x 3 patches) * sqrt(hidden), perhaps standardised
     embedder  c = LN( LN( W LN(p) + b ) + X[x] + Y[y] )                         p: 48 x 48 pixels
-    row = W_out norm(c)                                                         a soft token, which replaces an embedding
+    row = W_out norm(c)
 
-A step's pictures are one ragged batch; a cell's patches are consecutive rows. Products round as in
-transformers; norms, rotary embedding and gate are fp32 with one cast.
+A step's pictures are one ragged batch; a cell's patches are consecutive rows. Products round as in transformers; norms, rotary
+embedding and gate are fp32 with one cast.
 """
 
 from collections.abc import Sequence
@@ -67,7 +66,6 @@ class VisionBlock(nn.Module):
         self.norms = shard.norms(BLOCK_NORMS.values())
 
     def forward(self, h: Tensor, x: Tensor, next_norm: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
-        """h [T, hidden] and its normed form x -> the same after this layer, normed by `next_norm`."""
         norms = self.norms
         h, x = self._sum(self._attend(x, rows), h, Norms(norms["post_attention"], norms["pre_mlp"]))
         return self._sum(self.down(geglu(self.gate(x), self.up(x))), h, Norms(norms["post_mlp"], next_norm))
@@ -104,7 +102,6 @@ class Tower(VisionEncoder):
             self.capture(StageGraphs(self.device))
 
     def capture(self, graphs: StageGraphs) -> None:
-        """Capture the layers for batches of few pictures."""
         shape = (2, SIZES[-1])
         states = torch.zeros((*shape, self.geometry.hidden), dtype=self.dtype, device=self.device)
         angles = torch.zeros((*shape, self.geometry.layers[0].head_dim // 2), dtype=torch.float32, device=self.device)
@@ -133,7 +130,6 @@ class Tower(VisionEncoder):
         return h, x
 
     def _rows(self, pictures: Sequence[Tensor]) -> tuple[Tensor, Tensor, Rows]:
-        """x and y of each patch, int64 [T], and the layers' inputs."""
         counts = [picture.numel() // (3 * PATCH**2) for picture in pictures]
         host = _positions(pictures, CELL)
         starts = np.cumsum([0, *counts])
@@ -169,8 +165,7 @@ class VisionEmbedder(VisionEncoder):
 
 
 def _patches(pictures: Sequence[Tensor], cell: int) -> Tensor:
-    """uint8 [height, width, 3] each -> fp32 [patches, pixels], 0 to 1, of 48 / cell pixels a side.
-    A cell's patches are consecutive; orders are raster."""
+    """uint8 [height, width, 3] each -> fp32 [patches, pixels], 0 to 1; a cell's patches are consecutive."""
     side = SIDE // cell
     cut = [picture.view(len(picture) // SIDE, cell, side, -1, cell, side, 3) for picture in pictures]
     patches = [one.permute(0, 3, 1, 4, 2, 5, 6).reshape(-1, 3 * side**2) for one in cut]

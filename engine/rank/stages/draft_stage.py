@@ -4,7 +4,7 @@
                 s_0 .. s_a                              s_i is accepted while d_i = s_(i-1); lengths advance by a
                        s_a  e_1 .. e_n                  new drafts after the last accepted token
 
-Drafter inputs are at fixed addresses, so a graph depends only on the number of rows.
+Drafter inputs have fixed addresses, so a graph depends only on the number of rows.
 """
 
 import torch
@@ -37,8 +37,8 @@ class DraftStage:
         self._greedy = SlotParameters._make([*map(torch.zeros_like, parameters[:2]), parameters.stop])
 
     def accept(self, batch: ForwardBatch, chosen: Tensor, hidden: Tensor, *, adjusted: bool) -> Tensor:
-        """Accepted tokens of each sequence, int32 [sequences, padded]; lengths advance, and `draft`
-        continues there. chosen: int32 [rows, 2]; hidden: final rows."""
+        """Accepted tokens of each sequence, int32 [sequences, padded]; lengths advance. chosen: int32 [rows, 2]; hidden: final
+        rows."""
         width, slots = batch.width, self._slots
         rows = self._first_rows(self._inputs.shapes.sequences_of(len(chosen) // width))
         verified = Verified(chosen, batch.ids, batch.slots, batch.positions, hidden, width)
@@ -50,8 +50,7 @@ class DraftStage:
         return accepted
 
     def draft(self, sequences: int, count: int) -> None:
-        """Draft `count` tokens after each sequence's last accepted one, padded to `sequences`.
-        Capturable."""
+        """Draft `count` tokens after each sequence's last accepted one. Capturable."""
         rows, drafter = self._first_rows(sequences), self._drafter
         peers, inbox = inboxes_of(self._inboxes, sequences)
         batch = self._inputs.drafting(rows.slots, rows.positions[0], rows.positions[1])
@@ -66,7 +65,6 @@ class DraftStage:
                 hidden = drafter.post.product(final)
 
     def last_drafts(self, sequences: int, count: int) -> Tensor:
-        """The last drafts, int32 [sequences, count]."""
         slots = self._rows.slots[:sequences, None].long()
         positions = self._rows.positions[1 : 1 + count, :sequences].T.long()
         return self._slots.tokens[slots, positions + 1]

@@ -3,8 +3,7 @@
     encoders' stream   | layer | layer | ... | layer |           a piece is launched between steps, once the previous one has ended
     the steps' stream  step   step   step   step     | gather | step with the rows
 
-Each rank encodes a share of a plan's items and gets all rows. A slot's outputs live until its next
-admission; a preempted sequence encodes again, or hits the cache.
+Each rank encodes a share of a plan's items and gets all rows. A slot's outputs live until its next admission.
 """
 
 from collections import Counter, defaultdict
@@ -33,7 +32,7 @@ _COUNTED_AS: dict[MediaKind, str] = {"image": "images", "video": "frames", "audi
 
 @dataclass
 class EncodedItem:
-    """positions int64 [n] of an item's soft tokens, ascending, on the host; output: once gathered."""
+    """positions int64 [n] of an item's soft tokens, ascending; output: once gathered."""
 
     item: MediaItem
     positions: np.ndarray
@@ -42,8 +41,6 @@ class EncodedItem:
 
 @dataclass(frozen=True)
 class EncodeShare:
-    """What a rank encodes of a plan's items."""
-
     encoder: MediaEncoder
     items: Sequence[MediaItem]
     inputs: Sequence[Tensor]  # of this rank, on the host
@@ -52,8 +49,7 @@ class EncodeShare:
 
 
 class EncodeStage:
-    """A rank's encoders by kind of media. ENCODER_CACHE_BYTES of outputs stay on the device, `host`
-    bytes on the host."""
+    """host: bytes of outputs cached on the host."""
 
     def __init__(self, encoders: Mapping[MediaKind, MediaEncoder], device: torch.device, parallel: Parallel, host: int) -> None:
         self._encoders, self._device, self._parallel = encoders, device, parallel
@@ -72,13 +68,13 @@ class EncodeStage:
         self._end: DeviceEvent | None = None  # of the last piece that was launched
 
     def warm(self, *, graphs: bool) -> None:
-        with torch.cuda.stream(self._stream):  # of none: where it is
+        with torch.cuda.stream(self._stream):  # stream None: the current stream
             for encoder in set(self._encoders.values()):
                 encoder.warm(graphs=graphs)
 
     @property
     def figures(self) -> EncoderFigures:
-        """Since boot; the time is of work that the device has ended."""
+        """Figures since boot; the time is of ended work."""
         cache = self._cache
         return EncoderFigures(
             self._stopwatch.us,
@@ -91,7 +87,7 @@ class EncodeStage:
 
     @property
     def ended(self) -> int:
-        """Plans whose encodes have ended since boot."""
+        """Plans whose encodes have ended."""
         running = self._pieces is not None or (self._end is not None and not self._end.query())
         return self._plans - running
 
@@ -100,8 +96,7 @@ class EncodeStage:
             self._slot_items.pop(admission.slot, None)
 
     def encode(self, slots: Sequence[int], media: MediaReader) -> None:
-        """Begin the encodes of a plan, whose items are next in `media`; `advance` continues. slots:
-        of each item."""
+        """Begin the encodes of a plan, whose items are next in `media`. slots: of each item."""
         self._gather()
         self._media, items = media, media.items()
         asked = {_key(item): item for item in items}
@@ -148,8 +143,7 @@ class EncodeStage:
                 share.parts.append((yield from share.encoder.pieces([uploaded(one, self._device) for one in batch])))
 
     def _gather(self) -> None:
-        """Launch what is left of the last encodes, gather rows on the steps' stream, cache them.
-        Waits for unread data, not for the device."""
+        """Launch what is left, gather rows on the steps' stream, cache them. Waits for unread data, not for the device."""
         if self._media:
             self._media.finish()
         while self._pieces is not None:
@@ -166,7 +160,7 @@ class EncodeStage:
         self._items, self._outputs, self._shares = [], {}, []
 
     def soft_tokens(self, chunks: Sequence[Chunk]) -> SoftTokens | None:
-        """The soft tokens of a step's chunks, or None. Items that end in a chunk are dropped."""
+        """Drops items that end in a chunk."""
         reached = [(chunk, item) for chunk in chunks for item in self._slot_items[chunk.slot] if item.positions[0] < chunk.end]
         if any(encoded.output is None for _, encoded in reached):
             self._gather()
@@ -206,7 +200,6 @@ class EncodeStage:
 
 
 def batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Batches of at most ENCODER_ROWS rows, or of a single input."""
     batch: list[Tensor] = []
     rows = 0
     for one in inputs:
@@ -226,5 +219,5 @@ def reaches_encodes(plan: PlanView) -> bool:
 
 
 def _key(item: MediaItem) -> Key:
-    """The shape belongs to the key: equal bytes of another shape are another picture."""
+    """Equal bytes of another shape are another picture."""
     return item.digest, item.shape

@@ -22,8 +22,6 @@ from engine.step_shapes import StepSizes
 
 @dataclass
 class Forwarded:
-    """A launched forward, for `Runner.sample`."""
-
     plan: PlanView
     data: bytes
     start: DeviceEvent
@@ -46,14 +44,12 @@ class ForwardStage:
     pages: PageCheck | None
 
     def padded(self, sizes: StepSizes, *, adapted: bool = False) -> tuple[ForwardBatch, Tensor]:
-        """Inputs and final hidden rows of the uploaded plan's result rows, padded to `sizes`.
-        Capturable."""
+        """Result rows of the uploaded plan and their final hidden rows, padded to `sizes`. Capturable."""
         batch, ends = self._inputs_of(sizes, adapted=adapted)
         return ends, self.run(self.inputs.with_media(batch))
 
     def padded_into(self, sizes: StepSizes, state: tuple[ForwardBatch, Tensor]) -> tuple[ForwardBatch, Tensor]:
-        """The forward with adapters, written into `state`, the result without, with which later
-        stages were captured. Capturable."""
+        """The forward with adapters, written into `state`, which later stages were captured to read. Capturable."""
         _, hidden = self.padded(sizes, adapted=True)
         state[1].copy_(hidden)
         return state

@@ -25,7 +25,7 @@ from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 
 @dataclass(frozen=True)
 class Launched:
-    """A launched step: call `result`, then `fold`, each once and in plan order."""
+    """Call `result`, then `fold`, each once and in plan order."""
 
     step: int
     hashed: tuple[bytes, bytes]  # the bytes of its plan and its masks
@@ -39,7 +39,6 @@ class Launched:
 
     @property
     def done(self) -> bool:
-        """Whether `result` would return at once."""
         return self.end.query()
 
     @property
@@ -48,17 +47,17 @@ class Launched:
 
     @property
     def idle_us(self) -> int:
-        """Microseconds for which the device was idle before the step; 0 if unknown."""
+        """Device idle time before the step; 0 if unknown."""
         return 0 if self.before is None else elapsed_us(self.before, self.start)
 
     def outputs(self) -> dict[str, np.ndarray]:
-        """Wait for the step; its outputs by name."""
+        """Waits for the step."""
         self.end.synchronize()
         return {name: tensor.numpy() for name, tensor in self.copies.items()}
 
     def result(self) -> bytes:
-        """Wait for the step; its StepResult's bytes. RuntimeError: a peer's part of an all-reduce
-        did not come. PageViolation (`debug_pages`)."""
+        """Wait for the step; its StepResult's bytes. RuntimeError: a peer's part of a sum did not come. PageViolation
+        (`debug_pages`)."""
         host, pages, ended = self.outputs(), self.stage.pages, self.stage.encodes.ended
         if pages is not None:
             pages.verify(self.step, host["violations"])
@@ -79,9 +78,8 @@ class Launched:
         return encode_rows(self.step, table, self._logprobs(rows, host, table[:, 2]), prompts, ended)
 
     def fold(self) -> None:
-        """Add this step to the state hash: a chained checksum of (plan | masks | tokens and flags |
-        with debug_hash the last hidden rows). Ranks with the same plans and tokens agree, and so
-        does a replay."""
+        """Add this step to the state hash: a chained checksum of (plan | masks | tokens and flags | with debug_hash the last
+        hidden rows), equal on all ranks and in a replay."""
         host, value = self.outputs(), self.stage.state_hash
         for given in self.hashed:
             value = checksum(given, value)
@@ -96,7 +94,6 @@ class Launched:
         return result
 
     def _logprobs(self, rows: ResultRows, host: dict[str, np.ndarray], counts: np.ndarray) -> dict[int, list[Logprobs]]:
-        """Logprobs by result row; counts: each row's tokens."""
         if not rows.reported:
             return {}
         reported = defaultdict[int, list[Logprobs]](list)
@@ -109,8 +106,6 @@ class Launched:
 
 
 class ReportStage:
-    """Starts the copies of outputs, and owns the state hash."""
-
     def __init__(
         self, rows: int, device: torch.device, pages: PageCheck | None, encodes: EncodeStage, *, debug_hash: bool
     ) -> None:
@@ -120,7 +115,7 @@ class ReportStage:
         self.last_end: DeviceEvent | None = None  # of the step started last
 
     def start(self, step: Forwarded, rows: ResultRows, sampled: StepTokens, masks: bytes) -> Launched:
-        pinned = {"chosen": next(self._host)[: len(rows.slots)]}  # the others get new memory
+        pinned = {"chosen": next(self._host)[: len(rows.slots)]}  # other outputs get new memory
         outputs = self._outputs(step, rows, sampled)
         copies = {name: downloaded(output, pinned.get(name)) for name, output in outputs.items()}
         before = self.last_end if len(step.plan.rows) else None
@@ -129,7 +124,6 @@ class ReportStage:
         return Launched(step.plan.step, (step.data, masks), rows, step.scored, copies, before, step.start, end, self)
 
     def _outputs(self, step: Forwarded, rows: ResultRows, sampled: StepTokens) -> dict[str, Tensor]:
-        """The device tensors to copy, by name."""
         count = len(rows.slots)
         outputs: dict[str, Tensor | None] = {
             "violations": None if self.pages is None else self.pages.violations,

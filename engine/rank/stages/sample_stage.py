@@ -18,13 +18,11 @@ from engine.rank.slots import SlotState
 from engine.rank.upload import uploaded
 
 SAMPLERS = ("argmax", "small_top_k", "adjusted_argmax", "adjusted_small_top_k")  # of captured steps
-LARGEST_SAMPLERS = SAMPLERS[1::2]  # which launch whatever the others do
+LARGEST_SAMPLERS = SAMPLERS[1::2]  # they launch every kernel of the other samplers
 
 
 @dataclass(frozen=True)
 class StepTokens:
-    """What a step's rows sampled."""
-
     chosen: Tensor  # int32 [>= R, 2]: token (0: not sampled) and flags (`kernels.choose`)
     logprobs: Tensor | None = None  # int32 [n, 2 + 2 alternatives], of the rows that report them
     accepted: Tensor | None = None  # int32 [>= sequences]: tokens accepted of each sequence, for rows of several
@@ -46,7 +44,6 @@ class SampleStage:
     inboxes: Inboxes | None
 
     def sample(self, plan: Tensor, batch: ForwardBatch, hidden: Tensor, asked: ResultRows) -> StepTokens:
-        """plan: the step's, which adjusted rows read."""
         rows = self.sampler.batch(batch.slots, batch.positions, self.slots.parameters, self.slots.tokens)
         if asked.adjusted:
             tables = self.slots.adjustments.tables
@@ -55,8 +52,7 @@ class SampleStage:
         return StepTokens(*self.sampler.sample(self.model.head.logits(hidden), rows, inbox, asked))
 
     def prompt_logprobs(self, scored: Sequence[ScoredRows], batch: ForwardBatch, hidden: Tensor) -> Tensor:
-        """As `Sampler.token_logprobs`. hidden: final rows of the whole batch, in pieces of
-        `PIECE_LOGITS` (64 rows on one rank, 256 on four)."""
+        """`Sampler.token_logprobs` of prompt tokens. hidden: final rows of the whole batch."""
         tokens = self.slots.tokens
         rows = np.concatenate([part.chunk.offset + np.arange(part.count) for part in scored])
         index = uploaded(torch.from_numpy(rows), tokens.device)
