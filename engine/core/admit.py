@@ -1,5 +1,5 @@
-"""Admission gives slots in order of precedence, past requests that cannot begin now. One overtaken `Policy.overtaking` times
-blocks all later ones; it begins at the latest when no request runs."""
+"""Admission gives slots in order of precedence, past requests that cannot begin now. One overtaken
+`Policy.overtaking` times blocks all later ones; it begins at the latest when no request runs."""
 
 from array import array
 from collections.abc import Iterator
@@ -118,8 +118,8 @@ class Admissions:
             prefills.append(sequence)
 
     def _with_adapters(self, candidates: list[Sequence], passed: list[Sequence]) -> Iterator[Sequence]:
-        """Yields requests whose adapters are on the device, and asks for the others. One without a free adapter slot is
-        `passed`, or blocks all later ones."""
+        """Yields requests whose adapters are on the device, and asks for the others. One without a
+        free adapter slot is `passed`, or blocks all later ones."""
         adapters = self._requests.adapters
         kept = {sequence.adapter for sequence in self._requests.running}  # their slots are not free
         for sequence in candidates:

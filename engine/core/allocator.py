@@ -1,6 +1,7 @@
 """Allocates pages, attaches cached prefixes, and writes both into plans.
 
-Pages freed in step n are reused in a later plan. Ranks run plans in order on one stream, so late writes of step n come first.
+Pages freed in step n are reused in a later plan. Ranks run plans in order on one stream, so late
+writes of step n come first.
 """
 
 import bisect
@@ -33,7 +34,8 @@ class Allocator:
         self.cache = PrefixCache(self._full, self.pools[0], events)
 
     def holds_span(self, length: int) -> bool:
-        """Whether the empty pools of groups with bidirectional attention hold any chunk of `length` tokens."""
+        """Whether the empty pools of groups with bidirectional attention hold any chunk of `length`
+        tokens."""
         return all(pool.group.span_pages(length) <= pool.total for pool in self.pools if pool.group.bidirectional)
 
     def fitting(self, sequence: Sequence, count: int, headroom: int = 0) -> int:
@@ -92,8 +94,8 @@ class Allocator:
     def find(self, sequence: Sequence) -> Hit:
         """The cached prefix for a waiting sequence, looked up again if the cache has changed.
 
-        The first call, at queueing, hashes the prompt: at admission that would delay a step. No hit ends inside a span, since
-        equal keys mean equal spans.
+        The first call, at queueing, hashes the prompt: at admission that would delay a step. No hit
+        ends inside a span, since equal keys mean equal spans.
         """
         if not self._caches:
             return self.cache.find([])
@@ -125,8 +127,9 @@ class Allocator:
             sequence.pages.cache_points = sorted(point for point in points if point > hit.count)
 
     def being_computed(self, sequence: Sequence, hit: Hit, prefills: Iterable[Sequence], gain: int) -> bool:
-        """Whether a running prefill will compute at least `gain` more tokens of this prompt than the hit has. It will leave a
-        tail there: a burst with one system prompt costs one prefill."""
+        """Whether a running prefill will compute at least `gain` more tokens of this prompt than
+        the hit has. It will leave a tail there: a burst with one system prompt costs one
+        prefill."""
         for other in prefills:
             equal = equal_keys(sequence.pages.keys, other.pages.keys)
             shared = self._uncut_pages(sequence, min(equal, sequence.reusable // self.page))
@@ -166,12 +169,14 @@ class Allocator:
 
 
 def first_page(group: KVGroup, committed: int) -> int:
-    """The first table index held. The window starts at `committed`'s page, so that whole pages can be shared."""
+    """The first table index held. The window starts at `committed`'s page, so that whole pages can
+    be shared."""
     return group.pages_for(committed - committed % group.page, committed + 1).start
 
 
 def turn_ends(sequence: Sequence, page: int) -> set[int]:
-    """Page counts at the ends of the prompt's first turn (the system prompt) and of its last but one."""
+    """Page counts at the ends of the prompt's first turn (the system prompt) and of its last but
+    one."""
     tokens = np.frombuffer(sequence.tokens, np.int32, sequence.prompt)
     ends = np.flatnonzero(np.isin(tokens, tuple(sequence.params.stop_ids))) + 1
     return {int(ends[0]) // page, int(ends[-2]) // page} if len(ends) > 1 else set()

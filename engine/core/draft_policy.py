@@ -1,5 +1,5 @@
-"""Chooses the draft length with the fewest milliseconds per token, from measured times and acceptance. The rules are in
-engine/core/README.md."""
+"""Chooses the draft length with the fewest milliseconds per token, from measured times and
+acceptance. The rules are in engine/core/README.md."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -68,7 +68,8 @@ class RowTimes:
 
 
 class DraftPolicy:
-    """`options`: draft lengths, ascending. `sizes`: padded rows. `times`: (rows, ms) per option, empty if unknown."""
+    """`options`: draft lengths, ascending. `sizes`: padded rows. `times`: (rows, ms) per option,
+    empty if unknown."""
 
     def __init__(self, options: Sequence[int], sizes: Sequence[int], times: Sequence[Points], token_ms: float = 0.0) -> None:
         self._options, self._sizes = options, sizes
@@ -93,7 +94,8 @@ class DraftPolicy:
         return list(map(DraftPosition, range(len(self._right)), _at_least(self._verified), _at_least(self._right)))
 
     def choose(self, rows: int) -> tuple[int, int]:
-        """(drafts, index in `sizes`). A larger size holds for REVIEW_INTERVAL steps, against flipping."""
+        """(drafts, index in `sizes`). A larger size holds for REVIEW_INTERVAL steps, against
+        flipping."""
         if len(self._options) > 1:
             size = bisect_left(self._sizes, rows)
             self._fewer = self._fewer + 1 if size < self._size else 0

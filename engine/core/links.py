@@ -49,8 +49,8 @@ class RingExecutor:
 
 
 class FrontLink:
-    """Reads whole messages and buffers sends; never blocks. ConnectionError if the front closed the socket, BufferError if it
-    stopped reading."""
+    """Reads whole messages and buffers sends; never blocks. ConnectionError if the front closed the
+    socket, BufferError if it stopped reading."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -87,7 +87,8 @@ class FrontLink:
 
 
 class ReceivedMedia:
-    """Assembles media data, which arrive in pieces before their requests. The choices of a prompt share them."""
+    """Assembles media data, which arrive in pieces before their requests. The choices of a prompt
+    share them."""
 
     def __init__(self) -> None:
         self._pieces = list[bytes]()

@@ -2,8 +2,8 @@
 
     step n's tokens committed --> consumed --> masks of step n + 1, whose forward runs meanwhile --> sent, all of a step at once
 
-A row has a mask for its next token and one after each draft token. A missing mask (the grammar forbids the draft, or time is
-up) ends the row. engine/README.md has the exceptions.
+A row has a mask for its next token and one after each draft token. A missing mask (the grammar
+forbids the draft, or time is up) ends the row. engine/README.md has the exceptions.
 """
 
 from array import array
@@ -192,7 +192,8 @@ class GrammarCompiler:
         self._begun = 0
 
     def begin(self, states: Iterable[MaskState]) -> None:
-        """Give requests known grammars, and free threads the next ones. `states`: all open requests."""
+        """Give requests known grammars, and free threads the next ones. `states`: all open
+        requests."""
         waiting = [state for state in states if state.needs_grammar and not self._find(state)]
         self._running = [compiled for compiled in self._running if not compiled.done()]
         while waiting and len(self._running) < self._most:
@@ -228,13 +229,15 @@ class GrammarCompiler:
         self._running.append(self._grammars[grammar])
 
     def _compiled(self, grammar: str) -> tuple[Matcher, np.ndarray]:
-        """In a thread: a matcher at the grammar's start, and its mask. GenerationFailed if impossible."""
+        """In a thread: a matcher at the grammar's start, and its mask. GenerationFailed if
+        impossible."""
         matcher = present(self._vocabulary).matcher(grammar)
         return matcher, matcher.mask()
 
 
 class Masks:
-    """`vocabulary` None: grammars are refused. `widest`: as in EngineConfig. Threads make slow masks."""
+    """`vocabulary` None: grammars are refused. `widest`: as in EngineConfig. Threads make slow
+    masks."""
 
     def __init__(self, requests: Requests, vocabulary: Vocabulary | None, widest: int) -> None:
         self._requests, self._widest = requests, widest
@@ -389,7 +392,8 @@ class Masks:
         self._set_masks(state, masks)
 
     def _set_masks(self, state: MaskState, masks: np.ndarray) -> None:
-        """`masks`: int32 [n, words] from the next unread token on. A used-up budget allows only the end marker."""
+        """`masks`: int32 [n, words] from the next unread token on. A used-up budget allows only the
+        end marker."""
         if state.limit is not None:
             limit, masks = copy(state.limit), masks.copy()
             for index, bits in enumerate(masks):

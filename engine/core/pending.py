@@ -1,4 +1,5 @@
-"""Transfers that run concurrently with steps, and the sequences that wait for them. A transfer is one plan's encodes.
+"""Transfers that run concurrently with steps, and the sequences that wait for them. A transfer is
+one plan's encodes.
 
     begin --> id ... a result reports `ended` --> end(id) --> release: the waiting sequences continue
 

@@ -4,8 +4,9 @@
       system      |                    sliding         . . . s s . . a a  .  a'   a tail at the end of S, A, A', B:
       prompt      +-- B                                                           only the window before it
 
-A page's key is sha256(key of the page before, its token ids, its media items), so equal keys mean equal prefixes. A sequence
-can start where a segment ends with a tail. engine/README.md tells where tails are left, engine/core/README.md what is evicted.
+A page's key is sha256(key of the page before, its token ids, its media items), so equal keys mean
+equal prefixes. A sequence can start where a segment ends with a tail. engine/README.md tells where
+tails are left, engine/core/README.md what is evicted.
 """
 
 import random
@@ -54,7 +55,8 @@ def _media_by_page(media: Sequence[MediaItem], page: int) -> dict[int, bytes]:
 
 
 class Segment(msgspec.Struct, eq=False):
-    """Pages [start, start + len(keys)) of a path. `tail`: sliding pages before its end. The root is its own parent."""
+    """Pages [start, start + len(keys)) of a path. `tail`: sliding pages before its end. The root is
+    its own parent."""
 
     parent: "Segment"
     start: int
@@ -84,7 +86,8 @@ class Segment(msgspec.Struct, eq=False):
 
 
 def equal_keys(keys: list[bytes], others: list[bytes], offset: int = 0) -> int:
-    """How many leading `keys` equal `others` from `offset` on. Bisects, since equal keys mean equal prefixes."""
+    """How many leading `keys` equal `others` from `offset` on. Bisects, since equal keys mean equal
+    prefixes."""
     most = min(len(keys), len(others) - offset)
     return bisect_left(range(most), True, key=lambda index: keys[index] != others[offset + index])
 
@@ -143,8 +146,8 @@ class PrefixCache:
     def insert(self, keys: list[bytes], full: list[int], tail: list[int], *, supersedes: bool = False) -> tuple[int, bool]:
         """Cache the prefix of all `keys`: a full page each, and the sliding pages before its end.
 
-        Returns (full pages cached before, whether the tail was new). `supersedes`: evict earlier tails of this conversation
-        first.
+        Returns (full pages cached before, whether the tail was new). `supersedes`: evict earlier
+        tails of this conversation first.
         """
         segment, known = self._grow(keys, full)
         new_tail = segment.tail is None
@@ -203,8 +206,8 @@ class PrefixCache:
                 self._prune(segment)
 
     def discard(self, keys: list[bytes]) -> None:
-        """Remove the last segment on the path and its descendants: values after it were not finite. If an ancestor is at fault,
-        the next failure removes it."""
+        """Remove the last segment on the path and its descendants: values after it were not finite.
+        If an ancestor is at fault, the next failure removes it."""
         segment, _ = self._walk(keys)
         if segment is not self._root:
             self._remove_subtree(segment)

@@ -31,7 +31,8 @@ MEDIA_LOST = "the request was preempted, and there was no room to keep its media
 
 
 class Requests:
-    """`waiting` and `running` are in order of precedence. `longest`: most tokens of one sequence in the pools."""
+    """`waiting` and `running` are in order of precedence. `longest`: most tokens of one sequence in
+    the pools."""
 
     def __init__(
         self,
@@ -162,8 +163,9 @@ class Requests:
     # -- media
 
     def note_computed(self, sequence: Sequence) -> None:
-        """Drop media whose rows are computed, beyond KEPT_MEDIA_BYTES kept in case of preemption: first of preempted sequences,
-        then of the youngest. A sequence that lacks them fails when readmitted."""
+        """Drop media whose rows are computed, beyond KEPT_MEDIA_BYTES kept in case of preemption:
+        first of preempted sequences, then of the youngest. A sequence that lacks them fails when
+        readmitted."""
         sequence.media.note_computed(sequence.committed)
         kept = 0
         for other in chain(self.waiting, reversed(self.running)):

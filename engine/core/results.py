@@ -1,5 +1,5 @@
-"""Commits results of plans in flight to sequences. A row's result is dropped if its sequence was preempted or ended since: rows
-belong to an admission."""
+"""Commits results of plans in flight to sequences. A row's result is dropped if its sequence was
+preempted or ended since: rows belong to an admission."""
 
 from collections import deque
 from typing import NamedTuple
@@ -106,7 +106,8 @@ class Results:
         self._requests.counters.decode_tokens += sum(counts)
 
     def _fold(self, sequence: Sequence, width: int, row: ResultRow) -> None:
-        """Commit a row with several tokens, or one that ends its sequence. A cut sequence steps back."""
+        """Commit a row with several tokens, or one that ends its sequence. A cut sequence steps
+        back."""
         given = len(row.tokens)
         assert given <= width, (row, width)
         taken, finish = _cut(sequence, row.tokens)
@@ -153,7 +154,8 @@ def _note_drafts(step: InFlightStep, result: StepResult) -> None:
 
 
 def _cut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:
-    """The tokens up to the one that ends the sequence, with the reason, or up to where masks may begin."""
+    """The tokens up to the one that ends the sequence, with the reason, or up to where masks may
+    begin."""
     length = len(sequence.tokens)
     may_stop = sequence.prompt + sequence.params.min_tokens
     for count, token in enumerate(tokens, 1):

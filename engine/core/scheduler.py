@@ -1,4 +1,5 @@
-"""The scheduler: requests and results in, plans and outputs out. Pure: no clock, no sockets, no torch.
+"""The scheduler: requests and results in, plans and outputs out. Pure: no clock, no sockets, no
+torch.
 
 Per plan, in order of precedence (priority, then arrival):
 
@@ -7,8 +8,8 @@ Per plan, in order of precedence (priority, then arrival):
     3. admit     from the queue, while slots, pages and budget last; running prefills get the rest
     4. fill      if the step is still empty, the first prefill that has pages
 
-A sequence short of pages shrinks its chunk or row, then preempts the last sequence. The first always advances: its worst case
-fits the empty pools.
+A sequence short of pages shrinks its chunk or row, then preempts the last sequence. The first
+always advances: its worst case fits the empty pools.
 """
 
 from itertools import takewhile
@@ -53,7 +54,8 @@ class StepBuilder(InFlightStep, kw_only=True):
 
 
 class Scheduler:
-    """`schedule` gives the next plan, None if no sequence can use a step. `commit` takes each plan's result, in order.
+    """`schedule` gives the next plan, None if no sequence can use a step. `commit` takes each
+    plan's result, in order.
 
     pages  of each group, null page included
     times  of steps, measured at boot; needed for time limits and to choose drafts
@@ -261,10 +263,11 @@ class Scheduler:
             step.scored -= size if sequence.reports_prompt else 0
 
     def _encode(self, sequence: Sequence, size: int, step: StepBuilder) -> int:
-        """Plan encodes of media items in the next `size` positions; returns how many positions can be computed now.
+        """Plan encodes of media items in the next `size` positions; returns how many positions can
+        be computed now.
 
-        An item and text near it wait for its encode. With decode rows encodes begin in `_encode_ahead`; otherwise none begins
-        while an earlier sequence is at an item.
+        An item and text near it wait for its encode. With decode rows encodes begin in
+        `_encode_ahead`; otherwise none begins while an earlier sequence is at an item.
         """
         media = sequence.media
         decodes = step.decode_rows > 0

@@ -5,8 +5,8 @@
        ^               |
        +---------------+  preempt: pages and slot are freed, `tokens` stay and are computed again
 
-`planned` assumes that every draft is accepted; a commit lowers it otherwise. The last token is sampled from position limit - 2,
-the last that is computed.
+`planned` assumes that every draft is accepted; a commit lowers it otherwise. The last token is
+sampled from position limit - 2, the last that is computed.
 """
 
 from array import array
@@ -54,7 +54,8 @@ class DraftState(msgspec.Struct, eq=False):
 
 
 class MediaState(msgspec.Struct, eq=False):
-    """A prompt's media items. `spans`: positions with bidirectional attention; no chunk or cached prefix ends inside one."""
+    """A prompt's media items. `spans`: positions with bidirectional attention; no chunk or cached
+    prefix ends inside one."""
 
     items: tuple[MediaItem, ...]
     spans: list[tuple[int, int]]
@@ -178,8 +179,8 @@ class Sequence(msgspec.Struct, eq=False):
         self.pages.admit(pools)
 
     def step_back(self) -> None:
-        """Drop the decode rows in flight but keep slot and pages. It is readmitted at `committed`; recomputed K and V are the
-        same."""
+        """Drop the decode rows in flight but keep slot and pages. It is readmitted at `committed`;
+        recomputed K and V are the same."""
         assert self.committed >= self.target, self
         self.number = 0
         self.drafts.drop()

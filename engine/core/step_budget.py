@@ -1,5 +1,5 @@
-"""How many prompt tokens a step computes, and of which prompts, within bounds on rows and time. The rules and the policies are
-in engine/core/README.md."""
+"""How many prompt tokens a step computes, and of which prompts, within bounds on rows and time. The
+rules and the policies are in engine/core/README.md."""
 
 import math
 from bisect import bisect_right
@@ -34,7 +34,8 @@ class Policy(NamedTuple):
     long: int  # how many prompts longer than a step's budget are computed at a time
 
     def order(self, prompts: list[Prompt], turn: bool) -> list[int]:
-        """Indices in order of service, the oldest first on its `turn`. `prompts`: running by precedence, then waiting."""
+        """Indices in order of service, the oldest first on its `turn`. `prompts`: running by
+        precedence, then waiting."""
         return sorted(
             range(len(prompts)), key=lambda index: (turn and index > 0, self.shortest_first and prompts[index].tokens)
         )
@@ -51,8 +52,8 @@ class DecodeRows(NamedTuple):
 
 
 class StepEstimate:
-    """The time of a step while chunks are added. Rows cost whole tiles. A chunk reads its context once; each of its tokens
-    attends to it."""
+    """The time of a step while chunks are added. Rows cost whole tiles. A chunk reads its context
+    once; each of its tokens attends to it."""
 
     def __init__(self, times: StepTimes, decodes: DecodeRows, slowed: float = 1.0) -> None:
         """`slowed`: real times relative to `times`."""
@@ -88,8 +89,8 @@ class StepEstimate:
 
 
 def shares(prompts: list[Prompt], order: list[int], most: int, time: StepEstimate, target_ms: float, whole_ms: float) -> list[int]:
-    """Tokens per prompt, together at most `most`. The step takes at most `target_ms`, or `whole_ms` while it finishes each
-    prompt."""
+    """Tokens per prompt, together at most `most`. The step takes at most `target_ms`, or `whole_ms`
+    while it finishes each prompt."""
     tokens = [0] * len(prompts)
     for index in order:
         length, context = prompts[index]
@@ -159,8 +160,8 @@ class StepBudget:
         return max(rows - decode_rows, rows // 4, 1)
 
     def drafts_pay(self, sequences: int, drafts: int, tokens: Sequence[float]) -> bool:
-        """Whether drafts save PROMPTS_WAIT times their cost in a step full of prompt tokens. `tokens`: per row with 0, 1, ...
-        drafts."""
+        """Whether drafts save PROMPTS_WAIT times their cost in a step full of prompt tokens.
+        `tokens`: per row with 0, 1, ... drafts."""
         times = self._times
         if not times.drafts:
             return True
@@ -169,8 +170,8 @@ class StepBudget:
         return (tokens[drafts] - 1) * token_ms > PROMPTS_WAIT * cost_ms
 
     def share(self, prompts: list[Prompt], most: int, decodes: DecodeRows) -> list[int]:
-        """Tokens per prompt. If the first in order gets too few for a step, its time is saved, and only prompts that end in
-        this step run."""
+        """Tokens per prompt. If the first in order gets too few for a step, its time is saved, and
+        only prompts that end in this step run."""
         self._decodes = decodes
         order = self._policy.order(prompts, self._passed >= OLDEST_EVERY - 1)
         first = order[0]

@@ -1,7 +1,7 @@
 """Rewrites or refuses what llguidance would get wrong in an answer's JSON Schema.
 
-JSON may have one space after a comma or colon: models that learned it fail without, and any white space could go on without
-end.
+JSON may have one space after a comma or colon: models that learned it fail without, and any white
+space could go on without end.
 """
 
 import json

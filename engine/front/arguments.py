@@ -11,7 +11,8 @@ JSON goes out once it is certain. Models were also seen to write:
     key:<|"|>a<|"|>b:2, [1,,2]         commas too few or too many
     {key}, key:anything else           null, a string
 
-A call cut by the token limit is not closed, and uncertain text is dropped: half a command may be another command.
+A call cut by the token limit is not closed, and uncertain text is dropped: half a command may be
+another command.
 """
 
 import json
@@ -47,8 +48,8 @@ Reading = Generator[None, None, T]
 
 
 class ArgumentsParser:
-    """`push` text after the opening bracket, MARK for quote markers; `take` gives the JSON. `in_string`: other markers are
-    text."""
+    """`push` text after the opening bracket, MARK for quote markers; `take` gives the JSON.
+    `in_string`: other markers are text."""
 
     def __init__(self, schema: ValueSchema, opener: str = "{") -> None:
         self.in_string = self._streams = False  # in a string that goes out as it comes
@@ -199,7 +200,8 @@ class ArgumentsParser:
         self._out.append(value)
 
     def _string(self, quote: str, schema: ValueSchema) -> Reading[None]:
-        """A string after its first quote. It streams unless the schema forbids strings, or escapes must be read."""
+        """A string after its first quote. It streams unless the schema forbids strings, or escapes
+        must be read."""
         streams = quote == MARK and schema.allows("string")
         if streams:
             self._put('"')

@@ -5,8 +5,8 @@
     tool_0: "get_weather" object_2
     object_2: "{" "city:" any_string ("," "days:" number_3)? "}"       keys in the order in which templates render them
 
-Undeclared properties need the schema's description. Keywords that the notation cannot enforce are refused in strict schemas,
-else left out and logged.
+Undeclared properties need the schema's description. Keywords that the notation cannot enforce are
+refused in strict schemas, else left out and logged.
 """
 
 import json

@@ -1,6 +1,7 @@
 """The replica's client of the engine, for use from one event loop.
 
-A request leaves `open` only when the core has ended it or is gone, so events agree with the core's counters.
+A request leaves `open` only when the core has ended it or is gone, so events agree with the core's
+counters.
 """
 
 import asyncio
@@ -54,7 +55,8 @@ EOF_GRACE_S = 0.25  # after the socket's end, wait for the watcher: it may know 
 
 
 class EngineClient(asyncio.Protocol):
-    """Speaks to the core over `sock`, which it detaches. `sink` gets all events, `on_orders` the core's adapter orders."""
+    """Speaks to the core over `sock`, which it detaches. `sink` gets all events, `on_orders` the
+    core's adapter orders."""
 
     def __init__(self, sock: socket.socket, *, sink: Sink) -> None:
         self.load: Load | None = None
@@ -90,8 +92,8 @@ class EngineClient(asyncio.Protocol):
         client: str = "",
         media: tuple[MediaItem, ...] = (),
     ) -> Stream:
-        """Submit a request; arguments as in GenerateRequest. Successive requests share a tuple of media, sent once.
-        InvalidRequest if too large to send."""
+        """Submit a request; arguments as in GenerateRequest. Successive requests share a tuple of
+        media, sent once. InvalidRequest if too large to send."""
         self._last_id += 1
         stream = Stream(self._last_id, self.abort, Clock(monotonic()), adapter)
         request = GenerateRequest(

@@ -1,6 +1,7 @@
 """From token ids to typed parts: detokenized, parsed, cut at stop strings, with the finish reason.
 
-With stop strings tokens are read one by one, so batching does not change the end. Thoughts and calls are never cut.
+With stop strings tokens are read one by one, so batching does not change the end. Thoughts and
+calls are never cut.
 """
 
 import asyncio
@@ -83,8 +84,8 @@ class PromptPart(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
-    """One output's addition to one choice; the last has `finish`. `logprobs`: empty, or one entry per token. Deltas with
-    `prompt` come first."""
+    """One output's addition to one choice; the last has `finish`. `logprobs`: empty, or one entry
+    per token. Deltas with `prompt` come first."""
 
     parts: Sequence[Part]
     tokens: list[int]
@@ -310,10 +311,11 @@ def _content(text: str) -> list[Part]:
 
 @dataclass
 class DeltaReader(Generic[T]):
-    """Reads several generations; `convert` turns new (choice, delta) pairs into the result of `next`.
+    """Reads several generations; `convert` turns new (choice, delta) pairs into the result of
+    `next`.
 
-    While a reader waits, the client's callback converts pairs, for all readers before the first writes. `put` gets the result
-    without a task switch, and returns what the reader must still do.
+    While a reader waits, the client's callback converts pairs, for all readers before the first
+    writes. `put` gets the result without a task switch, and returns what the reader must still do.
     """
 
     generations: Sequence[Generation]

@@ -1,7 +1,7 @@
 """A reply as one grammar: with thinking a thought first, then an answer or tool calls.
 
-The model also chooses forced tokens: else llguidance tokenizes all that follows at each token, under the interpreter's lock (6
-ms for 10 kB).
+The model also chooses forced tokens: else llguidance tokenizes all that follows at each token,
+under the interpreter's lock (6 ms for 10 kB).
 """
 
 import enum

@@ -1,5 +1,5 @@
-"""Sends media to the core in pieces, so that neither the event loop nor other requests wait. Requests wait here for their
-media."""
+"""Sends media to the core in pieces, so that neither the event loop nor other requests wait.
+Requests wait here for their media."""
 
 from collections import deque
 from collections.abc import Iterator

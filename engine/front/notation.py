@@ -1,5 +1,5 @@
-"""Lexical rules of Gemma 4's notation of call arguments, and JSON strings. MARK stands for the quote marker, a token id: a
-`<|"|>` in ordinary tokens is text."""
+"""Lexical rules of Gemma 4's notation of call arguments, and JSON strings. MARK stands for the
+quote marker, a token id: a `<|"|>` in ordinary tokens is text."""
 
 import json
 import re
@@ -45,7 +45,8 @@ LOOK_AHEAD = 256  # characters that are looked at before they are read: longer k
 
 @dataclass(slots=True)
 class Container:
-    """An open object or array. `closers`: the model's closing brackets, two if doubled; `json`: JSON's."""
+    """An open object or array. `closers`: the model's closing brackets, two if doubled; `json`:
+    JSON's."""
 
     closers: list[str]
     json: str
@@ -89,7 +90,8 @@ def string_begins_behind(text: str, container: Container) -> bool:
 
 
 def string_is_over(text: str, containers: Sequence[Container]) -> bool | None:
-    """Whether closing brackets, then a comma with a key or element, follow a quote. None: too little text."""
+    """Whether closing brackets, then a comma with a key or element, follow a quote. None: too
+    little text."""
     at = 0
     for container in reversed(containers):
         for closer in reversed(container.closers):

@@ -1,4 +1,5 @@
-"""The replica's end of the ranks' sockets for adapters. A command is done when all ranks have done it."""
+"""The replica's end of the ranks' sockets for adapters. A command is done when all ranks have done
+it."""
 
 import asyncio
 import socket
@@ -32,7 +33,8 @@ class RankLinks:
         return self._numbers
 
     async def do(self, command: AdapterCommand) -> None:
-        """Have every rank do it. CheckpointError: one cannot read the adapter; EngineDead: one is gone."""
+        """Have every rank do it. CheckpointError: one cannot read the adapter; EngineDead: one is
+        gone."""
         if self._dead:
             raise EngineDead("a rank is gone")
         self._open[command.number] = asyncio.get_running_loop().create_future()

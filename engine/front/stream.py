@@ -24,8 +24,8 @@ class Clock(msgspec.Struct):
 
 
 class Stream:
-    """The reader sets `on_ready`, called in the writer's turn; the writer sets `aborted`. `take` raises InvalidRequest,
-    GenerationFailed (also for a slow reader) or EngineDead."""
+    """The reader sets `on_ready`, called in the writer's turn; the writer sets `aborted`. `take`
+    raises InvalidRequest, GenerationFailed (also for a slow reader) or EngineDead."""
 
     def __init__(
         self, request: int, abort: Callable[[int, AbortReason], None], clock: Clock, adapter: int = NO_ADAPTER
@@ -55,7 +55,8 @@ class Stream:
             self.on_ready()
 
     def abort(self, reason: AbortReason) -> None:
-        """The reader leaves; the core is told unless the request has ended. The first reason counts."""
+        """The reader leaves; the core is told unless the request has ended. The first reason
+        counts."""
         if self._left:
             return
         self._left = True

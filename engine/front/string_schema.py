@@ -1,7 +1,8 @@
 r"""A JSON Schema's constraints of a string as regular expressions: length, pattern, format.
 
-Patterns are searched for unless anchored, with ECMA-262's ASCII \d, \w and \s. FORMATS allow nothing that usual readers refuse;
-other formats are ignored. SchemaError names look-arounds and back-references.
+Patterns are searched for unless anchored, with ECMA-262's ASCII \d, \w and \s. FORMATS allow
+nothing that usual readers refuse; other formats are ignored. SchemaError names look-arounds and
+back-references.
 """
 
 import re

@@ -1,7 +1,8 @@
-"""The checkpoint's chat template, in jinja2's sandbox, with messages guarded against control tokens.
+"""The checkpoint's chat template, in jinja2's sandbox, with messages guarded against control
+tokens.
 
-A sentinel that no message has is put after every "<", the first character of all control tokens, so only the template writes
-them. Readers split at control tokens, then remove it.
+A sentinel that no message has is put after every "<", the first character of all control tokens, so
+only the template writes them. Readers split at control tokens, then remove it.
 """
 
 import json
@@ -49,7 +50,8 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], **switches: bool
     ) -> tuple[str, str]:
-        """(guarded text, its sentinel), of messages and tools in OpenAI's form. InvalidRequest names the field."""
+        """(guarded text, its sentinel), of messages and tools in OpenAI's form. InvalidRequest
+        names the field."""
         cut = CutCalls()
         try:
             prepared = [_prepared(message, cut) for message in messages]
@@ -121,7 +123,8 @@ def _without_thoughts(content: Any) -> Any:
 
 
 def _with_mapping(call: JsonObject, cut: CutCalls) -> JsonObject:
-    """Arguments become a mapping: templates print a JSON string verbatim. Other values go under "arguments"."""
+    """Arguments become a mapping: templates print a JSON string verbatim. Other values go under
+    "arguments"."""
     function = dict(call["function"])
     given = function.get("arguments")
     value = _parsed(given, cut) if isinstance(given, str) else given
@@ -147,7 +150,8 @@ class Lexeme(float):
 
 
 def _parsed(text: str, cut: CutCalls) -> Any:
-    """The JSON value; cut text is closed first. Text that cannot be read, or is nested too deeply, stays."""
+    """The JSON value; cut text is closed first. Text that cannot be read, or is nested too deeply,
+    stays."""
     if not text.strip():
         return None
     try:

@@ -29,8 +29,8 @@ _SEAM = 64  # tokens at most that a text has fewer of than its pieces, where two
 
 
 class Detokenizer:
-    """Token ids to text for one stream, O(1) per token. Unlike the tokenizer's decode it holds back an unfinished UTF-8
-    character, and shows each invalid byte, not each run, as U+FFFD."""
+    """Token ids to text for one stream, O(1) per token. Unlike the tokenizer's decode it holds back
+    an unfinished UTF-8 character, and shows each invalid byte, not each run, as U+FFFD."""
 
     def __init__(self, pieces: Pieces, *, skip_special_tokens: bool = True) -> None:
         self._pieces = pieces
@@ -63,8 +63,8 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a stream of text at the first stop string, whatever the chunking. The match that ends first wins, then the longest.
-    Text that may begin a match is held back."""
+    """Cuts a stream of text at the first stop string, whatever the chunking. The match that ends
+    first wins, then the longest. Text that may begin a match is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -91,8 +91,8 @@ class StopStrings:
 
 
 class TextProcessor:
-    """Thread-safe, immutable. `eos_ids` end a reply; `pieces`: the vocabulary; `thinks_by_default`: the model thinks unless
-    told."""
+    """Thread-safe, immutable. `eos_ids` end a reply; `pieces`: the vocabulary; `thinks_by_default`:
+    the model thinks unless told."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: str | None, tokens: Mapping[str, str], eos: Sequence[int]
@@ -112,7 +112,8 @@ class TextProcessor:
 
     @classmethod
     def load(cls, folder: Path, template: Path | None = None) -> Self:
-        """CheckpointError: unusable files, ids outside the model, or a control token made by plain text."""
+        """CheckpointError: unusable files, ids outside the model, or a control token made by plain
+        text."""
         settings = read_optional(folder / "tokenizer_config.json")
         made = cls(read_tokenizer(folder), template_source(folder, template), _named_tokens(settings), read_eos(folder))
         rows, last = model_vocabulary(folder), made.vocab_size - 1
@@ -134,8 +135,8 @@ class TextProcessor:
         media: Sequence[tuple[MediaKind, str]] = (),
         **switches: bool,
     ) -> list[int]:
-        """Token ids of a conversation in OpenAI's form, with <bos>. `media`: the text for each. InvalidRequest names the field,
-        also for more than `most` tokens."""
+        """Token ids of a conversation in OpenAI's form, with <bos>. `media`: the text for each.
+        InvalidRequest names the field, also for more than `most` tokens."""
         if self._template is None:
             raise InvalidRequest("messages: this model has no chat template, only raw prompts", param="messages")
         text, sentinel = self._template.render(messages, tools, add_generation_prompt=add_generation_prompt, **switches)
@@ -145,7 +146,8 @@ class TextProcessor:
         return self._control.get(name)
 
     def encode(self, text: str, add_bos: bool, most: int = NO_BOUND) -> list[int]:
-        """Token ids of a raw prompt, where control tokens count as such. `add_bos` adds no second <bos>."""
+        """Token ids of a raw prompt, where control tokens count as such. `add_bos` adds no second
+        <bos>."""
         ids = self._tokenize(text, "prompt", most)
         if not add_bos or self._bos_id is None or ids[:1] == [self._bos_id]:
             return ids
@@ -168,7 +170,8 @@ class TextProcessor:
         return ids
 
     def _pieces_of(self, text: str) -> Iterator[tuple[str, str]]:
-        """(plain text, the control token after it). Searches are short: each holds the interpreter's lock."""
+        """(plain text, the control token after it). Searches are short: each holds the
+        interpreter's lock."""
         begun = position = 0
         while position < len(text):
             end = position + _WINDOW

@@ -1,4 +1,5 @@
-"""The tools that a request declares in OpenAI's form, checked and found by the names that models use."""
+"""The tools that a request declares in OpenAI's form, checked and found by the names that models
+use."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,8 @@ _LONGEST_PATH = 200  # characters of where a schema stands
 
 
 class Tools:
-    """InvalidRequest names a wrong declaration. `paths`: the client's, of each function and its parameters, if not OpenAI's."""
+    """InvalidRequest names a wrong declaration. `paths`: the client's, of each function and its
+    parameters, if not OpenAI's."""
 
     def __init__(self, declarations: Sequence[JsonObject], paths: Sequence[tuple[str, str]] = ()) -> None:
         self._schemas: dict[str, ValueSchema] = {}

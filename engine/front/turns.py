@@ -37,8 +37,8 @@ class Share:
 
 
 class Turns:
-    """Places for work. A free one goes to the waiting client with the fewest, then to the longest waiting; the last only to a
-    client without any."""
+    """Places for work. A free one goes to the waiting client with the fewest, then to the longest
+    waiting; the last only to a client without any."""
 
     def __init__(self, places: int) -> None:
         self._places = places
@@ -46,8 +46,8 @@ class Turns:
         self._waiting: dict[asyncio.Future[None], str] = {}
 
     async def run(self, client: str, work: Callable[[], Awaitable[T]], wait_s: float | None = None) -> T:
-        """TimeoutError: no place within `wait_s`. A cancelled caller leaves at once; its work keeps the place, since threads
-        cannot be stopped."""
+        """TimeoutError: no place within `wait_s`. A cancelled caller leaves at once; its work keeps
+        the place, since threads cannot be stopped."""
         async with asyncio.timeout(wait_s):
             await self._wait(client)
         task = asyncio.ensure_future(work())

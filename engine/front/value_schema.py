@@ -115,8 +115,8 @@ def listed(value: Any) -> list[Any]:
 
 
 def as_json_schema(schema: Schema) -> JsonObject:
-    """Removes OpenAPI's `nullable`, Gemini's capitals, and keywords without effect. Keywords of all drafts apply, whatever
-    `$schema` says; `$id` is ignored."""
+    """Removes OpenAPI's `nullable`, Gemini's capitals, and keywords without effect. Keywords of all
+    drafts apply, whatever `$schema` says; `$id` is ignored."""
     kept = {keyword: _spelled(keyword, value) for keyword, value in schema.items() if not _says_nothing(keyword, value)}
     kept = _with_held_bound(_with_held_bound(kept, "Minimum"), "Maximum")
     return {"anyOf": [{"type": "null"}, kept]} if kept.pop("nullable", False) is True else kept
@@ -145,7 +145,8 @@ def _says_nothing(keyword: str, value: Any) -> bool:
 
 
 def _with_held_bound(schema: JsonObject, side: str) -> JsonObject:
-    """llguidance would allow an exclusive whole bound with the other less than 1 away, as in 0 < x < 0.5."""
+    """llguidance would allow an exclusive whole bound with the other less than 1 away, as in 0 < x
+    < 0.5."""
     exclusive = f"exclusive{side}"
     inclusive = side.lower()
     bound = schema.get(exclusive)
