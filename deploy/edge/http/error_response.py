@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 
 class ErrorShape(FrozenStruct):
-    """How an API writes an error."""
-
     name: str  # of its schema in the API's document
     # from status, message, param and code; always at least the same keys
     write: Callable[[int, str, str | None, str | None], JsonObject]

@@ -35,13 +35,12 @@ def note_server_send(send: Send) -> None:
 
 
 def server_send() -> Send | None:
-    """The noted `send`; None if this process has no HTTP server, or it runs on another loop."""
+    """None if this process has no HTTP server, or it runs on another loop."""
     loop, send = _SERVER_SEND.get() or (None, None)
     return send if loop is asyncio.get_running_loop() else None
 
 
 def values_of(headers: Headers, lower_name: bytes) -> list[bytes]:
-    """The values of all headers with that name."""
     return [value for name, value in headers if name.lower() == lower_name]
 
 
@@ -60,7 +59,7 @@ def client_name(scope: Scope, key: str | None, proxies: Sequence[str]) -> str:
 
 
 def client_address(scope: Scope, proxies: Sequence[str] = ()) -> str:
-    """The client's address; of IPv6 its network, since a client may have every address of it."""
+    """For IPv6 its network, since a client may have every address of it."""
     host = _client_host(scope, proxies)
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host)
@@ -70,8 +69,8 @@ def client_address(scope: Scope, proxies: Sequence[str] = ()) -> str:
 
 
 def _client_host(scope: Scope, proxies: Sequence[str]) -> str:
-    """The peer or, if that is a proxy, the last name in its X-Forwarded-For. uvicorn replaces a
-    loopback peer by that name, with port 0."""
+    """The peer; for a proxy, the last name in its X-Forwarded-For, which uvicorn itself puts in for
+    a loopback peer, with port 0."""
     host, port = scope.get("client") or ("", None)
     if port != 0 and not _is_loopback(host) and not _is_of(host, proxies):
         return host

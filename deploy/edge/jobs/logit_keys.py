@@ -1,4 +1,4 @@
-"""Penalties, logit_bias, bad_words and allowed_token_ids of a request, as the engine takes them."""
+"""A request's penalties, logit_bias, bad_words and allowed_token_ids for the engine."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar

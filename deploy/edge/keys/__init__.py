@@ -1,1 +1,1 @@
-"""API keys: the file that lists them, their holders, rights and quotas."""
+"""API keys: their file, holders, rights and quotas."""

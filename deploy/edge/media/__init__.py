@@ -1,1 +1,1 @@
-"""Images, videos and sound of a prompt, decoded and resized in side processes."""
+"""Media of a prompt, decoded and resized in side processes."""

@@ -1,7 +1,5 @@
-"""Opens files for ffmpeg (PyAV) from their bytes, with the demuxer and codecs of a fixed list.
-
-Playlists are refused, and nothing that a file refers to is opened.
-"""
+"""Opens files for ffmpeg (PyAV) from their bytes, with a fixed list of demuxers and codecs.
+Playlists are refused, and nothing that a file refers to is opened."""
 
 import io
 import re

@@ -1,7 +1,7 @@
 """Tasks and answers of a side process, over a socket for each task.
 
 edge --> process    the length of a task (u32, little-endian), the task as msgpack, its source up to the end
-process --> edge    an answer as msgpack (Fetched, Prepared, or why it cannot be done, for the client)
+process --> edge    an answer as msgpack: Fetched, Prepared, or a reason for the client
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class Fetched(FrozenStruct):
 
 
 class Prepared(FrozenStruct, kw_only=True):
-    """A medium as MediaItem has it, and its `text` in the prompt, with `runs` of soft tokens."""
+    """A medium as in MediaItem, and its `text` in the prompt, with `runs` of soft tokens."""
 
     kind: MediaKind
     shape: tuple[int, ...]

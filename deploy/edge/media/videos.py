@@ -53,7 +53,6 @@ def prepare_video(task: DecodeTask, data: bytes) -> Prepared:
 
 
 def _listed(task: DecodeTask, data: bytes) -> TimedFrames:
-    """Frames that are each base64."""
     sources = data.split(b",")
     most = DECODED_FRAMES * task.pixels // min(len(sources), FRAMES)
     for index in _sampled(len(sources)):
@@ -124,7 +123,6 @@ def _begins(packets: Sequence[Packet], chosen: Sequence[int]) -> list[int]:
 
 
 def _count(begins: Sequence[int], chosen: Sequence[int]) -> int:
-    """Frames decoded for the chosen ones."""
     count = end = 0
     for begin, number in zip(begins, chosen, strict=True):
         count += max(0, number + 1 - max(begin, end))

@@ -2,7 +2,7 @@
 
     data: {"text": ALL SO FAR, "meta_info": {"id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens"}}
 
-sampling_params takes the keys of a text completion, by these names or SGLang's.
+sampling_params takes a text completion's keys, by these names or SGLang's.
 """
 
 import secrets

@@ -1,1 +1,1 @@
-"""The record of a request, its access line and its spans."""
+"""The record, access line and spans of a request."""

@@ -6,8 +6,8 @@
     items of other types                                                     skipped: agents keep items of other servers
     function F of a namespace N                                              function N.F
 
-Nothing is stored. Tools that are not functions are not offered to the model; an answer's `tools`
-lists the offered ones. docs/api.md lists keys without effect.
+Only functions are offered to the model; an answer's `tools` lists them. docs/api.md lists keys
+without effect.
 """
 
 import base64
@@ -105,7 +105,7 @@ class DeclaredTool(FrozenStruct):
 
 
 class OfferedFunction(FrozenStruct):
-    """A function that the model is offered, its key `path`, and its `namespace`, if any."""
+    """`path`: its key in the request."""
 
     tool: DeclaredTool
     path: str
@@ -113,7 +113,7 @@ class OfferedFunction(FrozenStruct):
 
     @property
     def name(self) -> str:
-        """The name by which the model calls it."""
+        """As the model calls it."""
         return _full_name(self.namespace.name if self.namespace else None, self.tool.name or "")
 
 

@@ -1,8 +1,5 @@
 """The keys of a chat or text completion. Known keys are validated, unknown ones ignored.
-
-Lists of any length stay raw JSON in the first pass and are then decoded with a bound, so a body
-costs at most a scan. docs/api.md lists keys without effect, absent_keys.py the refused ones.
-"""
+docs/api.md lists keys without effect, absent_keys.py the refused ones."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,8 +1,6 @@
-"""Returns memory to the kernel after a burst of large bodies.
-
-glibc raises its threshold for mapped blocks to 32 MiB when one is freed. Later bodies then stay on
-the heap, where one small block above keeps all of it, unless the threshold is fixed.
-"""
+"""Returns memory to the kernel after a burst of large bodies. glibc raises its threshold for mapped
+blocks when one is freed: later bodies stay on the heap, where one small block above keeps all of
+it."""
 
 import ctypes
 
