@@ -59,14 +59,14 @@ class AdmissionControl:
         return self._tickets
 
     def begun(self) -> Counter[str]:
-        """By client, since the last call."""
+        """Choices begun since the last call, by client."""
         self._waiting()
         begun = self._begun
         self._begun = Counter()
         return begun
 
     def note_elsewhere(self, choices: Mapping[str, int]) -> None:
-        """`choices`: by client, since the last call."""
+        """`choices` that other replicas began since the last call, by client."""
         waiting = {ticket.client for ticket in self._waiting()}
         self._ahead = {client: ahead for client, ahead in self._ahead.items() if client in waiting}
         for client, more in choices.items():

@@ -120,9 +120,8 @@ def url_host(host: str) -> str:
 
 
 def guard_limits(limits: LimitSettings, host: str, *, keys: bool = False) -> str:
-    """For the guard around Serve, whose server listens on `host`. Without `hosts` it answers to
-    `host` and loopback; at a wildcard address, or with `keys`, which no other site's page has,
-    to any name."""
+    """For the guard around Serve at `host`. Without `hosts` it answers to `host` and loopback; at a
+    wildcard address, or with `keys`, which no other site's page has, to any name."""
     if limits.hosts is None and not keys and host not in WILDCARDS:
         limits = msgspec.structs.replace(limits, hosts=(*LOOPBACK_NAMES, url_host(host)))
     return msgspec.json.encode(limits).decode()

@@ -109,7 +109,7 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
 
 
 async def _parsed(service: Service, request: Request, api: GenerationApi) -> tuple[Ask, ResponseFormat]:
-    """A function of its own, so that nothing holds the body while the job is made."""
+    """A function, so that nothing holds the body while the job is made."""
 
     def read(body: bytes) -> tuple[Ask, ResponseFormat]:
         said = api.reader.read(body)
@@ -158,8 +158,7 @@ async def _admitted(service: Service, request: Request, media_type: str = JSON) 
 
 
 async def _body_of(request: Request) -> bytes:
-    """The whole body, which Limits gives in one message. `request.body()` would keep it until the
-    answer ends."""
+    """Limits gives it in one message. `request.body()` would keep it until the answer ends."""
     return (await request.receive())["body"]
 
 

@@ -38,9 +38,9 @@ def audio_row_samples(encoders: MediaGeometries) -> int:
 
 class ServiceSettings(FrozenStruct):
     """`names`: the model's, answers have the first; `others`: (name, context) of the cluster's
-    other models. `fingerprint`: of build, weights and setup. `row_samples`: of audio, 0: log-mel
-    frames. `capacity`: open choices; `queue_tokens`: of waiting prompts. `adapters`: the
-    config's folders; others load from below `adapter_folder`, at most `most_adapters` in all."""
+    other models. `row_samples`: of audio, 0: log-mel frames. `capacity`: open choices.
+    `adapters`: the config's folders; others load from below `adapter_folder`, at most
+    `most_adapters` in all."""
 
     names: tuple[str, ...]
     others: tuple[tuple[str, int], ...]

@@ -25,7 +25,7 @@ MAX_UNSENT_BYTES = 64 << 20  # unread answers, above which the front counts as h
 
 
 class RingExecutor:
-    """Sends plans to all ranks and reads rank 0's results, in the same order."""
+    """Sends plans to all ranks; reads rank 0's results, in the same order."""
 
     def __init__(self, args: BootArgs) -> None:
         waiter = Waiter(args.spin)

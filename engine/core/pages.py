@@ -90,7 +90,7 @@ class PagePool:
     # -- pages that may hold NaN
 
     def take_not_finite(self, pages: Iterable[int]) -> list[int]:
-        """Those of these pages that must be zeroed before use; they then count as clean."""
+        """Those pages that must be zeroed before use; they then count as clean."""
         dirty = [page for page in pages if page in self.not_finite]
         self.not_finite.difference_update(dirty)
         return dirty

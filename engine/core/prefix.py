@@ -70,7 +70,7 @@ class Segment(msgspec.Struct, eq=False):
         return self.start + len(self.keys)
 
     def path(self) -> "Iterator[Segment]":
-        """The segment and its ancestors, without the root."""
+        """The segment and its ancestors without the root."""
         segment = self
         while segment.parent is not segment:
             yield segment

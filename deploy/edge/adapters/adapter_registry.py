@@ -58,13 +58,13 @@ class AdapterRegistry:
         return next((name for name, known in self.ids.items() if known == adapter), None)
 
     async def check_all(self) -> None:
-        """CheckpointError names an adapter of the config that changes nothing."""
+        """CheckpointError names an adapter that changes nothing."""
         for name, adapter in self.ids.items():
             await self._check(name, adapter)
 
     async def load(self, name: str, path: str, *, in_place: bool) -> str:
-        """Returns the folder, once it can be used. `in_place`: replace an adapter of this name.
-        InvalidRequest: it cannot be served; Forbidden: loading is off."""
+        """Returns the folder, once it can be used. InvalidRequest: it cannot be served; Forbidden:
+        loading is off."""
         async with self._loading:
             folder = await asyncio.to_thread(self._folder, path)
             self._check_name(name, in_place=in_place)

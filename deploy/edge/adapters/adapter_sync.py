@@ -47,7 +47,7 @@ class AdapterSync:
             await asyncio.sleep(PERIOD_S)
 
     async def sync(self) -> bool:
-        """Do what other replicas did; False: the centre does not answer."""
+        """False: the centre does not answer."""
         try:
             wanted: AdapterList = await self._ask("sync_adapters", self._done, self._errors)
             if wanted.revision > self._done.revision:

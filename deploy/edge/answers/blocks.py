@@ -13,7 +13,7 @@ encode = msgspec.json.encode
 
 
 class BlockFormat(OneChoice, abc.ABC):
-    """Has one choice. Its stream has one open block at a time."""
+    """A stream has one open block at a time."""
 
     @abc.abstractmethod
     def opened(self, block: ReplyBlock) -> bytes:

@@ -47,16 +47,16 @@ class ResponseFormat(Protocol):
         """The first bytes, sent once the prompt is accepted."""
 
     def events(self, index: int, delta: Delta) -> bytes:
-        """With its choice's begin and end; may be empty."""
+        """Includes its choice's begin and end; may be empty."""
 
     def end(self, usage: Usage) -> bytes:
-        """After every choice has ended."""
+        """The last events, once every choice has ended."""
 
     def failure(self, error: QuartetError) -> bytes:
-        """After an error."""
+        """The last event after an error."""
 
     def add(self, index: int, delta: Delta) -> None:
-        """To a whole answer."""
+        """Add to a whole answer."""
 
     def full(self, usage: Usage) -> bytes:
         """The whole answer."""

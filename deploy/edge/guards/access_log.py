@@ -23,7 +23,7 @@ _PLAIN = re.compile(r"[\w.:/@+,-]*", re.ASCII)
 
 
 def _plain(value: object) -> str:
-    """Quote and escape a value that could be read as several fields."""
+    """Quote a value that could be read as several fields."""
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 

@@ -1,5 +1,5 @@
-"""Checks the API key and its rights by path, before anything else of a request is read. An unknown
-path needs all rights."""
+"""Checks the API key and its rights before anything else of a request is read. Rights go by the
+scope's path, as the router sees it; an unknown path needs all."""
 
 from collections.abc import Sequence
 

@@ -1,8 +1,8 @@
 """ASGI middleware that refuses requests before they are read, around our app and around Serve
 (`outermost`).
 
-Bodies are read whole, so a slow sender holds nothing else. Headers that would steer Serve's
-deadlines and routing are removed. The guard around Serve reads no body that key checks will refuse.
+Bodies are read whole, so a slow sender holds nothing else. Headers that would steer Serve are
+removed. The guard around Serve reads no body that key checks will refuse.
 """
 
 import asyncio
@@ -44,8 +44,7 @@ _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 
 @dataclass
 class UnreadBody:
-    """The answer to an unread request. It ends only with the body: clients that send everything
-    first would lose it."""
+    """The answer ends only with the body: clients that send everything first would lose it."""
 
     send: Send
     is_held: bool = False

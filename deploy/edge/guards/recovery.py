@@ -68,7 +68,7 @@ class Recovery:
             await refuse(EngineDead("the replica is gone"), error_shape_of(scope), scope, receive, send)
 
     async def _is_lost(self, path: str) -> bool:
-        """Whether Serve reported the application as lost, at most PERIOD_S ago."""
+        """Whether Serve reported it lost, at most PERIOD_S ago."""
         now = asyncio.get_running_loop().time()
         if self._look is None or (self._look.done() and now - self._looked >= PERIOD_S):
             self._looked = now

@@ -1,4 +1,4 @@
-"""Awaiting with a timeout that costs no timer when nothing has to wait, as with most writes."""
+"""Awaiting with a timeout, without a timer if nothing has to wait."""
 
 import asyncio
 from collections.abc import Awaitable, Generator

@@ -1,4 +1,4 @@
-"""What is known of a path before its request is read."""
+"""A path's properties, known before its request is read."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""The edge's errors, and the HTTP status, type and code of every error class.
+"""The edge's errors, and each error class's HTTP status, type and code.
 
 OpenAI's clients retry 408, 409, 429 and 5xx unless `x-should-retry: false`: errors that would
 repeat send it. Overload and a group being rebuilt name a time to retry.

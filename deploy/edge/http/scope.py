@@ -1,4 +1,4 @@
-"""What the edge keeps of a request in its ASGI scope, and the request's id."""
+"""What the ASGI scope keeps of a request, and the request's id."""
 
 import asyncio
 import contextlib

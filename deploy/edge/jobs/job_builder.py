@@ -92,7 +92,6 @@ class JobBuilder:
         return _with(job, grammar=kept, thought=wants.thought_budget(self.text, self._markers, prompt))
 
     def _rendered(self, ask: Ask, chat: ChatPrompt, media: Sequence[Prepared]) -> tuple[Job, AnswerForm | None]:
-        """The job without its grammar. Slow."""
         settings = self.settings
         prompt, tools = self._render(chat, media, ask.prompt_key, settings.max_len)
         if chat.choice.mode == "required":
@@ -134,7 +133,6 @@ class JobBuilder:
         return _with(job, grammar=Grammar(rules))
 
     def _tokenized(self, ask: Ask, raw: RawPrompts) -> tuple[Job, AnswerForm | None]:
-        """The job without its grammar. Slow."""
         sampling = ask.sampling
         limit = COMPLETION_TOKENS if sampling.max_tokens is None else max(1, sampling.max_tokens)
         job = self._job(ask, [self._tokens(source, ask.prompt_key) for source in raw.sources], limit, scored=sampling.n)
@@ -194,7 +192,7 @@ class JobBuilder:
         )
 
     def _choices(self, ask: Ask, prompt: list[int], params: SamplingParams, scored: int) -> list[SamplingParams]:
-        """The choices of one prompt, with the seeds that it would have alone."""
+        """With the seeds that one prompt would have alone."""
         context = self.settings.max_len
         if len(prompt) + 1 > context:
             raise too_long(f"{len(prompt)} tokens", context, ask.prompt_key)

@@ -1,1 +1,0 @@
-"""API keys: their file, holders, rights and quotas."""

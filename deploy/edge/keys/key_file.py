@@ -47,7 +47,7 @@ class KeyEntry(FrozenStruct, forbid_unknown_fields=True):
 
 
 class Quota(FrozenStruct):
-    """Requests and tokens per minute, and open requests; None: no limit."""
+    """Per minute, except `concurrent`. None: no limit."""
 
     requests: int | None = None
     tokens: int | None = None
@@ -140,7 +140,6 @@ def time_of(value: str | None) -> datetime | None:
 
 
 def _check_holder(keys: list[ApiKey]) -> None:
-    """ConfigError unless the last key agrees with its holder's earlier ones."""
     if len(keys) > MAX_KEYS:
         raise ConfigError(f"more than {MAX_KEYS} keys")
     *before, last = keys

@@ -92,7 +92,6 @@ class SharedUse:
             held.grant.close(used)
 
     def beat(self, replica: str, application: str, requests: Mapping[int, OpenRequest], begun: Mapping[str, int]) -> Beat:
-        """Note what a replica has open and has begun."""
         now = self._clock()
         heard = self._replica(replica)
         if heard.application is None:

@@ -1,1 +1,0 @@
-"""Media of a prompt, decoded and resized in side processes."""

@@ -32,7 +32,7 @@ _DEMUXERS = {
 
 
 def demuxer(data: bytes) -> str | None:
-    """The demuxer's name, by the bytes after an ID3 tag, or None."""
+    """Decides by the bytes after an ID3 tag."""
     tag = re.match(rb"ID3...(....)", data, re.DOTALL)
     start = 0
     if tag:

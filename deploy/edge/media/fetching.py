@@ -84,7 +84,7 @@ def _is_named(host: str, rules: MediaSettings) -> bool:
 
 
 def is_public(address: str) -> bool:
-    """Whether it is an Internet address, not of this machine, network or a tunnel."""
+    """Whether it is an Internet address, and not of a tunnel."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     ip = getattr(ip, "ipv4_mapped", None) or ip
     return ip.is_global and not ip.is_multicast and not any(ip in network for network in _TUNNELS)

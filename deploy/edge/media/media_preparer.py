@@ -31,8 +31,6 @@ _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio":
 T = TypeVar("T")
 
 class MediaPreparer:
-    """The side process starts with the first medium, or by `pool.start`."""
-
     def __init__(self) -> None:
         self.pool = SidePool("deploy.edge.media.media_process")
         self._threads = ThreadPoolExecutor(DECODERS + FETCHERS, "media")

@@ -96,7 +96,7 @@ def _filmed(task: DecodeTask, data: bytes) -> TimedFrames:
 
 
 def _rate(stream: Any, times: Sequence[int]) -> float:
-    """Frames a second: the header's or, where times contradict it (Matroska), the mean."""
+    """The header's or, where times contradict it (Matroska), the mean."""
     rate, tick = float(stream.average_rate or _UNTIMED_FPS), float(stream.time_base)
     seconds, steps = (times[-1] - times[0]) * tick if times else 0.0, len(times) - 1
     is_belied = "matroska" in stream.container.format.name and abs(steps / rate - seconds) > 2 * tick  # times are rounded

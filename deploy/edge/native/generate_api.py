@@ -77,7 +77,7 @@ _PARAMS = BodyReader(GenerateParams, COMMON)
 
 
 class GenerateFormat(OneChoice, DataEvents):
-    """Every event of a stream repeats the whole text, as in SGLang."""
+    """Every event repeats the whole text, as in SGLang."""
 
     def __init__(self, _: ServedModel, request: GenerateTextRequest) -> None:
         super().__init__()

@@ -1,1 +1,0 @@
-"""The record, access line and spans of a request."""

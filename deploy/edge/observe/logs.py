@@ -25,7 +25,7 @@ def serve_config(settings: LogSettings) -> dict[str, Any] | None:
 
 
 def install(settings: LogSettings) -> None:
-    """Send our packages' logs to Serve's logger. A second call changes the level."""
+    """A second call changes the level."""
     for package in _PACKAGES:
         logger = logging.getLogger(package)
         logger.setLevel(settings.level.upper())

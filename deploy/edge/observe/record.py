@@ -69,7 +69,7 @@ class RequestRecord(Struct):
 
     @property
     def failed(self) -> bool:
-        """Whether it failed by our fault: 5xx, or an error after a 200."""
+        """By our fault: 5xx, or an error after a 200."""
         by_client = self.error is None or isinstance(self.error, InvalidRequest | SlowReader)
         return self.shown_status >= 500 or (self.status == 200 and not by_client)
 
@@ -90,7 +90,7 @@ class RequestRecord(Struct):
 
     @property
     def used_tokens(self) -> int:
-        """Tokens of prompt and answers; 0 if the engine never started it."""
+        """0 if the engine never started it."""
         if all(clock.scheduled is None for clock in self.clocks):
             return 0
         return (self.prompt_tokens or 0) + (self.tokens or 0)

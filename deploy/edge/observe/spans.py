@@ -1,5 +1,4 @@
-"""OpenTelemetry spans: a trace per request, made at its end, with queue, prefill and decode of each
-choice.
+"""OpenTelemetry spans: a trace per request, made at its end.
 
 A `traceparent`'s sampled flag decides, else `sample_ratio`. Spans hold no prompt, answer or
 client's name.
@@ -84,7 +83,7 @@ def tracer(settings: TracingSettings, about: Mapping[str, str]) -> Tracer | None
 
 
 def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
-    """Queue, prefill and decode without gaps; without a known start, the queue is part of prefill."""
+    """Without a known start, the queue is part of prefill."""
     about = {"quartet.choice": choice}
     if clock.scheduled is not None or clock.first is None:
         yield "queue", clock.submitted, clock.scheduled or ended, about
@@ -95,7 +94,6 @@ def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:
-    """By OpenTelemetry's conventions for GenAI and HTTP."""
     attributes = {
         "gen_ai.operation.name": record.operation,
         "gen_ai.provider.name": "quartet",

@@ -32,8 +32,6 @@ _NO_STATE: JsonObject = {"background": False, "previous_response_id": None, "sto
 
 
 class ResponseObject(BlockFormat):
-    """The response repeats the keys that were obeyed."""
-
     def __init__(self, model: ServedModel, request: ResponsesRequest) -> None:
         super().__init__()
         self._number = secrets.token_hex(12)
@@ -162,7 +160,6 @@ def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -
 
 
 def _declared(namespace: DeclaredTool | None, functions: Iterable[OfferedFunction]) -> Sequence[DeclaredTool | JsonObject]:
-    """Functions as they were declared, inside their namespace."""
     tools = [replace(tool, parameters=copied(tool.parameters), tools=UNSET) for tool in (function.tool for function in functions)]
     if namespace is None:
         return tools

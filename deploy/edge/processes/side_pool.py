@@ -57,7 +57,7 @@ class SidePool:
         return answer.removeprefix(BEGUN) or None
 
     def start(self) -> socket.socket:
-        """Start the process unless it runs (seconds); return its control socket."""
+        """Returns its control socket. Starting takes seconds."""
         with self._lock:
             if self._control is None:
                 self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

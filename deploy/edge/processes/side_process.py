@@ -4,7 +4,7 @@ client's data.
     edge --a socket for each task--> side process --fork--> a process: reads its task, answers, and is gone
 
 Common state is loaded before the fork. A socket's first byte brings the pidfd with which the edge
-can kill the task. The side process ends when the edge closes its end.
+can kill the task.
 """
 
 import contextlib

@@ -21,7 +21,6 @@ class TextPool:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def read(self, reader: Callable[[bytes], T], body: bytes) -> T:
-        """A large body is read off the loop."""
         body = body.removeprefix(BOM_UTF8)
         if len(body) <= ON_LOOP_BYTES:
             return reader(body)

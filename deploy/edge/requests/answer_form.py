@@ -80,7 +80,7 @@ def _response_format(value: Any) -> str | None:
 
 
 def _structured_outputs(value: Any) -> str | None:
-    """vLLM's key: one form and options. An option that would change the answer is refused."""
+    """An option that would change the answer is refused."""
     if not isinstance(value, dict):
         raise InvalidRequest("must be an object")
     if value.get("whitespace_pattern"):

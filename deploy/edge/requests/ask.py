@@ -17,7 +17,7 @@ class Text(FrozenStruct):
 
 
 class Media(FrozenStruct):
-    """`budget`: most soft tokens of an image; None: as needed."""
+    """`budget`: most soft tokens of an image."""
 
     kind: MediaKind
     url: str
@@ -99,7 +99,7 @@ class ChatPrompt(FrozenStruct):
 
 
 def _with_results_in_order(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
-    """Order results like the calls before them: templates match them by position only."""
+    """Templates match results to calls by position only."""
     order: dict[str | None, int] = {}
     for is_result, run in groupby(messages, lambda message: message.role == "tool"):
         turns = list(run)
@@ -121,7 +121,7 @@ def without_empty_turns(messages: Sequence[ChatMessage], key: str) -> list[ChatM
 
 
 class RawPrompts(FrozenStruct):
-    """Texts or token ids. With `echo` an answer begins with its prompt."""
+    """With `echo` an answer begins with its prompt."""
 
     sources: Sequence[str | list[int]]
     echo: bool = False

@@ -3,9 +3,9 @@
     first delta -> headers + first chunk -> all that has accumulated, one chunk at a time -> finish, usage, [DONE]
 
 Headers wait for the first output, so a refusal is a plain 4xx (with `limits.comment_s`, perhaps an
-error event). A stream ends with `[DONE]`, an error event, or nothing if the client left. Tokens
-accumulate while a write waits. All streams' events of a step are made before the first is written
-(DeltaReader), so the ingress wakes once a step.
+error event). A stream ends with `[DONE]`, an error event, or nothing if the client left. All
+streams' events of a step are made before the first is written (DeltaReader), so the ingress wakes
+once a step.
 """
 
 import asyncio
@@ -150,7 +150,7 @@ class EventStream:
             await self._write(events, more=not self._run.is_complete)
 
     async def end(self) -> None:
-        """The last events have the end."""
+        """Sends nothing: `make` has added the end."""
 
     async def fail(self, error: QuartetError) -> None:
         """Its own reply before the headers, the last event after them, nothing to a stuck client."""

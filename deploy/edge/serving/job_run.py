@@ -82,7 +82,7 @@ class JobRun:
         return Usage(self.job.prompt_tokens, self._tokens, cached_tokens, reasoning, self._media_tokens, accepted, rejected)
 
     async def _let_in(self) -> None:
-        """Take a place in the engine, and charge the API key. Overloaded, QuotaExceeded."""
+        """Overloaded, QuotaExceeded."""
         job = self.job
         record = self.record
         ticket = record.ticket

@@ -94,13 +94,13 @@ class Service:
                 self.idle.set()
 
     def end(self, timeout_s: float) -> None:
-        """End side processes and deliver the last traces; blocks for at most `timeout_s`."""
+        """Blocks for at most `timeout_s`."""
         self.media_preparer.pool.close()
         if self.tracer is not None:
             self.tracer.close(timeout_s)
 
     def settle(self, record: RequestRecord) -> None:
-        """Return the place and unused quota of an ended request, and count its outcome."""
+        """Return place and unused quota, and count the outcome."""
         if record.ticket is not None:
             record.ticket.leave()
         refused = _REFUSALS.get(type(record.error))
