@@ -10,7 +10,7 @@ one may always wait alone.
 
 Clients take turns: a client's next choice comes after its own, level with the first of the others'.
 If all is taken, the last waiting choice of the client with most is refused. Choices that other
-replicas began for a client count too, up to AHEAD_MOST.
+replicas began for a client delay its next one, by at most AHEAD_MOST.
 """
 
 import asyncio
@@ -119,8 +119,8 @@ class AdmissionControl:
         self._open_answers += answers
 
     def _queue(self, ticket: "AdmissionTicket") -> None:
-        """After the client's own waiting tickets, or level with the first that waits; later by
-        choices begun elsewhere."""
+        """After the client's own waiting tickets, else level with the first that waits, else at the
+        latest turn; later by choices begun elsewhere."""
         waiting = self._waiting()
         own = [other.turn + other.choices for other in waiting if other.client == ticket.client]
         first = min((other.turn for other in waiting), default=self._turn)

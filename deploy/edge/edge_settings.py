@@ -19,7 +19,7 @@ SoftTokens = Literal[70, 140, 280, 560, 1120]  # that an image may have
 
 
 class LimitSettings(FrozenStruct):
-    """Beyond them the answer is a 4xx."""
+    """Beyond a limit the answer is a 4xx."""
 
     hosts: tuple[Host, ...] | None = None
     """accepted names of the Host header, without ports; none: loopback and the host of http_options if the launcher starts Serve,
@@ -68,7 +68,7 @@ class LimitSettings(FrozenStruct):
 
 
 class MediaSettings(FrozenStruct):
-    """Beyond them the answer is a 400 before anything is decoded."""
+    """Beyond a bound the answer is a 400 before anything is decoded."""
 
     max_media: Annotated[int, Meta(ge=0, le=1024)] = 32
     """images, videos and clips of a request"""

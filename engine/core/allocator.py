@@ -1,7 +1,7 @@
 """Allocates pages, attaches cached prefixes, and writes both into plans.
 
 Pages freed in step n are reused in a later plan. Ranks run plans in order on one stream, so late
-writes of step n come first.
+writes of step n precede the new owner's.
 """
 
 import bisect

@@ -94,8 +94,8 @@ class DraftPolicy:
         return list(map(DraftPosition, range(len(self._right)), _at_least(self._verified), _at_least(self._right)))
 
     def choose(self, rows: int) -> tuple[int, int]:
-        """(drafts, index in `sizes`). A larger size holds for REVIEW_INTERVAL steps, against
-        flipping."""
+        """(drafts, index in `sizes`). A larger size holds for REVIEW_INTERVAL steps, so that the
+        length does not flip."""
         if len(self._options) > 1:
             size = bisect_left(self._sizes, rows)
             self._fewer = self._fewer + 1 if size < self._size else 0

@@ -71,7 +71,6 @@ class FrontLink:
         return self._frames.feed(data)
 
     def send(self, batch: TokenBatch) -> None:
-        """Queue a batch and send what the socket takes."""
         self._unsent += frame(encode_message(batch))
         self.flush()
         if len(self._unsent) > MAX_UNSENT_BYTES:

@@ -1,8 +1,8 @@
 """The core process, `python -m engine.core.loop '<BootArgs>'`.
 
 At most two plans are in flight: one running, one queued. It polls while plans are in flight or
-threads make masks, else it sleeps on the front's socket. An exception ends the group, unless a
-message cannot be decoded.
+threads make masks, else it sleeps on the front's socket. An exception ends the group, except for a
+message that cannot be decoded.
 """
 
 import gc

@@ -111,7 +111,7 @@ class MaskState:
         return self.ending or not self.slow
 
     def constrain(self, length: int) -> None:
-        """Mask tokens from index `length` on; rows in flight that give them are recomputed."""
+        """If a row in flight gives the token at index `length`, all rows in flight are recomputed."""
         self.masked = True
         self._tell(waits=not self.ending, first=length)
 

@@ -164,8 +164,8 @@ class Requests:
 
     def note_computed(self, sequence: Sequence) -> None:
         """Drop media whose rows are computed, beyond KEPT_MEDIA_BYTES kept in case of preemption:
-        first of preempted sequences, then of the youngest. A sequence that lacks them fails when
-        readmitted."""
+        first of preempted sequences, then of the youngest. A sequence that lacks them fails at
+        readmission."""
         sequence.media.note_computed(sequence.committed)
         kept = 0
         for other in chain(self.waiting, reversed(self.running)):

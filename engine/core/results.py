@@ -89,7 +89,7 @@ class Results:
                 self._take(sequence, row, *_cut(sequence, row.tokens))
 
     def _commit_rows(self, rows: list[tuple[Sequence, int, int]], result: StepResult, first: int) -> None:
-        """The loop handles one token that ends nothing; `_fold` handles other rows."""
+        """`_fold` handles rows that have several tokens or end something."""
         slots, _, counts, _, tokens = result.table[first:, :5].T.tolist()
         outputs, plain = self._requests.outputs, not result.logprobs
         for index, (row, slot, count, token) in enumerate(zip(rows, slots, counts, tokens, strict=True), first):

@@ -41,8 +41,6 @@ class PageState(msgspec.Struct, eq=False):
 
 
 class DraftState(msgspec.Struct, eq=False):
-    """`allowed`: its rows may have drafts."""
-
     allowed: bool
     planned: int = 0  # drafts that ranks make after its last planned row
     tokens: list[int] = []  # the drafts after its last token, if masks are made for them
@@ -160,7 +158,8 @@ class Sequence(msgspec.Struct, eq=False):
         return self.scored if self.scores else len(self.tokens) - 1
 
     def set_masks(self, *, masked: bool, waits: bool, may_draft: bool, first: int | None = None) -> None:
-        """Rows in flight that give token `first`, which needs a mask, or later ones are dropped."""
+        """If a row in flight gives token `first`, which needs a mask, all rows in flight are
+        dropped."""
         self.masked = masked
         self.drafts.allowed = may_draft and self.params.drafts
         if waits:

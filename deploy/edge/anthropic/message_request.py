@@ -4,7 +4,9 @@
     tool_result blocks of a user's message       messages of role tool, before the rest of it
     thinking, text, tool_use blocks              reasoning, content and tool_calls of one message of the assistant
 
-docs/api.md lists keys without effect. Other known keys that cannot be obeyed are refused.
+Accepted without effect: metadata, service_tier, cache_control, context_management, betas,
+output_config.effort, display, is_error, a thinking block's signature and the like. Other known keys
+that cannot be obeyed are refused.
 """
 
 from typing import Annotated, Literal

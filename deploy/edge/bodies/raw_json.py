@@ -43,7 +43,7 @@ def _first(path: str) -> str:
 
 
 def first_characters(raw: Raw) -> bytes:
-    """The first two that are not white space; they show a list's kind."""
+    """The first two non-space characters; they show a list's kind."""
     head = _HEAD.match(raw)
     assert head is not None, "the pattern matches anything"
     return head[1] + head[2]

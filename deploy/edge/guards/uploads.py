@@ -116,7 +116,7 @@ class Uploads:
 
 
 class Claim:
-    """Held for one body, until it is parsed or its media are decoded."""
+    """Held until the body is parsed or its media are decoded."""
 
     def __init__(self, uploads: Uploads, client: str) -> None:
         self.client = client

@@ -72,7 +72,7 @@ async def refuse(error: QuartetError, shape: ErrorShape, scope: Scope, receive: 
 def plain_error(
     shape: ErrorShape, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """For an unknown path, a wrong method or a bug."""
+    """For unknown paths, wrong methods and bugs."""
     return JsonResponse(shape.write(status, _cut(message), None, code), status, headers)
 
 

@@ -69,8 +69,8 @@ def client_address(scope: Scope, proxies: Sequence[str] = ()) -> str:
 
 
 def _client_host(scope: Scope, proxies: Sequence[str]) -> str:
-    """The peer; for a proxy, the last name in its X-Forwarded-For, which uvicorn itself puts in for
-    a loopback peer, with port 0."""
+    """The peer or, if that is a proxy, the last name in its X-Forwarded-For. uvicorn replaces a
+    loopback peer by that name, with port 0."""
     host, port = scope.get("client") or ("", None)
     if port != 0 and not _is_loopback(host) and not _is_of(host, proxies):
         return host

@@ -74,7 +74,7 @@ class ReplicaQuotas:
             self._here[holder].change(_part(quota, self._replicas))
 
     async def open(self, holder: str) -> RequestGrant:
-        """QuotaExceeded."""
+        """Begin a request. QuotaExceeded."""
         quota = self._quotas[holder]
         request = OpenRequest(holder, quota, 0)
         if self._centre is not None and self._answers and quota != _NO_LIMIT:

@@ -34,8 +34,6 @@ def install(settings: LogSettings) -> None:
 
 
 class ForwardHandler(logging.Handler):
-    """Hands each record as one line to Serve's logger."""
-
     def emit(self, record: logging.LogRecord) -> None:
         record.msg = one_line(record.getMessage())
         record.args = None

@@ -31,7 +31,6 @@ class Tracer:
     """The SDK's thread gives ended requests' spans to `exporter`."""
 
     def __init__(self, settings: TracingSettings, about: Mapping[str, str], exporter: "SpanExporter") -> None:
-        """`about`: attributes of the resource."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor

@@ -160,7 +160,7 @@ class ChatFormat(_Base):
         return b"".join(events)
 
     def _about_prompt(self) -> JsonObject:
-        """All choices have one prompt, which the first reports."""
+        """The first choice reports the one prompt."""
         return self._scored(self._choices[0])
 
     def _lists(self, entries: JsonObject | None) -> JsonObject | None:

@@ -113,7 +113,6 @@ class OfferedFunction(FrozenStruct):
 
     @property
     def name(self) -> str:
-        """As the model calls it."""
         return _full_name(self.namespace.name if self.namespace else None, self.tool.name or "")
 
 

@@ -9,6 +9,6 @@ _APART_BYTES = 1 << 16  # a piece of a body, as uvicorn reads it
 
 
 def keep_large_blocks_apart() -> None:
-    """OSError: the C library lacks the setting."""
+    """Fix the threshold. OSError: the C library lacks the setting."""
     if not ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _APART_BYTES):
         raise OSError("mallopt(M_MMAP_THRESHOLD)")

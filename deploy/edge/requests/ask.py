@@ -39,7 +39,6 @@ class PastCall(FrozenStruct):
     id: str | None
 
     def plain(self) -> JsonObject:
-        """As chat templates take it."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
