@@ -103,7 +103,7 @@ class _Combination(Exception):
 
 
 def _close(schema: JsonObject) -> JsonObject:
-    """Undeclared keys only if the schema allows them: else models never stop."""
+    """Allows undeclared keys only if the schema does: else models never stop."""
     properties = schema.get("properties")
     if schema.keys() & _COMBINED or (properties and schema.keys() & _BRANCHES):
         raise _Combination

@@ -57,7 +57,7 @@ class Constraints(NamedTuple):
         return Grammar(grammar(markers, answer, thought))
 
     def thought_budget(self, text: TextProcessor, markers: Markers, prompt: Sequence[int]) -> ThoughtBudget | None:
-        """Tokens that the reply may think; None: no limit."""
+        """None: no limit."""
         if self.budget is None:
             return None
         label = len(text.encode(LABEL, add_bos=False))

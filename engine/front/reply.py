@@ -11,8 +11,8 @@ r"""Parses a reply into content, thoughts and tool calls, by Gemma 4's markers, 
     head            a call's name                                      { or (, or text that is no name
     more_arguments  for ArgumentsParser                                the closing bracket, <tool_call|> outside of strings
 
-A state is a method that reads text and returns the next state's. Text that is no call becomes
-content, with its markers.
+A state is a method that reads text and returns the rest for the next state. Text that is no call
+becomes content, with its markers.
 """
 
 import re

@@ -150,8 +150,8 @@ class Lexeme(float):
 
 
 def _parsed(text: str, cut: CutCalls) -> Any:
-    """The JSON value; cut text is closed first. Text that cannot be read, or is nested too deeply,
-    stays."""
+    """The JSON value; cut text is closed first. What cannot be read, or is nested too deeply, stays
+    text."""
     if not text.strip():
         return None
     try:
