@@ -1,1 +1,1 @@
-"""The Serve app and its launcher; under them the HTTP edge, models, and the CLI."""
+"""The Serve app, its launcher, the HTTP edge, models, and the CLI."""

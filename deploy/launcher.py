@@ -2,7 +2,7 @@
 file.
 
 Ray's processes become descendants (PR_SET_CHILD_SUBREAPER), so the end can find and kill them. ray
-is imported late, after its environment is set.
+is imported after its environment is set.
 """
 
 import contextlib
@@ -43,14 +43,12 @@ _ROOM = 256 << 20  # bytes
 
 
 def private_folder() -> Path:
-    """A folder for Ray's session and HAProxy's files. ConfigError: no room."""
     if (free := shutil.disk_usage(_TMP).free) < _ROOM:
         raise ConfigError(f"{_TMP} has {free >> 20} MiB free: Ray's session needs {_ROOM >> 20} MiB there")
     return Path(tempfile.mkdtemp(prefix="q-", dir=_TMP))
 
 
 def check_log_folder(folder: str) -> None:
-    """ConfigError: no file can be made in the folder."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -59,7 +57,7 @@ def check_log_folder(folder: str) -> None:
 
 
 def check_host(host: str) -> None:
-    """ConfigError if HAProxy, which looks on loopback, could not reach replicas at this host."""
+    """ConfigError if HAProxy, on loopback, could not reach replicas at this host."""
     if host not in ("127.0.0.1", "localhost", *WILDCARDS) and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1") == "1":
         raise ConfigError(
             f"http_options.host: {host}: HAProxy finds no replica there: "
@@ -90,7 +88,7 @@ class Launch:
 
     @property
     def url(self) -> str:
-        """Where clients on this machine find it."""
+        """For clients on this machine."""
         host, port = self.address
         return f"http://{'127.0.0.1' if host in WILDCARDS else url_host(host)}:{port}"
 
@@ -114,7 +112,7 @@ class Launch:
         return configs[0]
 
     def start(self) -> None:
-        """Everything after `check`, until requests can be answered. ConfigError; EngineDead."""
+        """Returns once requests can be answered. ConfigError; EngineDead."""
         (self.folder / _OWNER).write_text(str(os.getpid()))
         adopt_orphans()
         environment.prepare(os.environ, self.folder, self._ports.choose(os.getpid()))
@@ -134,7 +132,6 @@ class Launch:
         self.drains = True
 
     def _init_ray(self) -> None:
-        """Start Ray's servers. EngineDead."""
         import ray
 
         from deploy import ray_private
@@ -182,14 +179,12 @@ class Launch:
         self._mark("engine")
 
     def _wait_answering(self) -> None:
-        """Wait until the ingress routes to the replicas. EngineDead after ROUTED_S."""
         url = f"{self.url}/-/healthz"  # /health/ready would start a replica where there are none
         if not _comes(lambda: _answers(url) and _all_routed(), ROUTED_S):
             raise EngineDead(f"{url} did not answer within {ROUTED_S:g} s, though the replica runs")
         self._mark("HTTP")
 
     def watch(self) -> NoReturn:
-        """Wait while Ray's servers live. EngineDead."""
         while all(map(lives, self._servers)):
             sleep(1.0)
         raise EngineDead("a server of Ray has ended, and nothing is served any more")
@@ -198,16 +193,13 @@ class Launch:
         self.say(f"{phase} up after {monotonic() - self._started:.1f} s")
 
     def drain(self, bound_s: float) -> None:
-        """Stop accepting and wait at most `bound_s` for open answers, which then end with an error
-        event.
-
-        A signal to the process group also ends Ray's servers, so there is nothing to drain.
-        """
+        """Stop accepting; open answers have `bound_s`, then end with an error event. No effect if a
+        signal also ended Ray's servers."""
         if self.drains:
             self._while_ray_lives(lambda: self._drain(bound_s), bound_s + _SHUT_S)
 
     def _while_ray_lives(self, work: Callable[[], None], bound_s: float) -> bool:
-        """Run `work` in a thread until it is done (True), Ray's servers end, or the bound passes."""
+        """Run `work` in a thread. False if Ray's servers end first, or the bound passes."""
         if not all(map(lives, self._servers)):
             return False
         thread = threading.Thread(target=work, daemon=True)
@@ -244,15 +236,14 @@ class Launch:
 
 
 def interrupt(_number: int, _frame: object) -> NoReturn:
-    """Raise KeyboardInterrupt, the only one that Ray's calls let through, repeatedly, as Python
-    drops those raised in finalizers."""
+    """Repeat KeyboardInterrupt, the only exception that Ray's calls let through: Python drops those
+    raised in finalizers."""
     signal.setitimer(signal.ITIMER_REAL, _CUT_S)
     raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, object], None] | signal.Handlers) -> Iterator[None]:
-    """Give SIGINT, SIGTERM and SIGALRM to `handler`."""
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     try:
         yield
@@ -263,7 +254,7 @@ def handling(handler: Callable[[int, object], None] | signal.Handlers) -> Iterat
 
 
 def _sweep() -> None:
-    """Remove processes, which may hold ports, and folders of launchers that were killed."""
+    """Remove processes, which may hold ports, and folders of killed launchers."""
     for owner in Path(_TMP).glob(f"q-*/{_OWNER}"):
         with contextlib.suppress(OSError, ValueError):  # another user's, or just being removed; of a pipe a read may not end
             if owner.is_file() and not Path(f"/proc/{int(owner.read_text())}").exists():
@@ -284,7 +275,7 @@ def _shut_ray() -> None:
 
 
 def _shut_serve() -> None:
-    """`serve.shutdown` without Ray's messages: it can only fail because the controller ends."""
+    """`serve.shutdown` without Ray's messages: it only fails because the controller ends."""
     from deploy import ray_private
 
     controllers = descendants(b"ServeController")
@@ -300,7 +291,6 @@ def _comes(condition: Callable[[], bool], bound_s: float) -> bool:
 
 
 def last_error(text: str) -> str:
-    """The last traceback's error, in one line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [index for index, line in enumerate(lines) if "Error: " in line or "EngineDead: " in line]
     return " ".join(lines[errors[-1] if errors else -1 :])[:2000] or "no reason given"

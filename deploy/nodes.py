@@ -9,7 +9,6 @@ from engine.errors import ConfigError
 
 
 def gpus_of(nodes: Iterable[Mapping[str, Any]]) -> list[int]:
-    """GPUs of each living node, from ray.nodes()."""
     return [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
 
 
@@ -33,7 +32,6 @@ def check_host_of_nodes(host: str, nodes: int) -> None:
 
 
 def replica_resources(settings: Settings) -> dict[str, float]:
-    """A replica's default resources."""
     return {"num_gpus": settings.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
 
 

@@ -60,7 +60,7 @@ def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path
 
 
 def drafter_folder(mtp: Mtp, find: Callable[[str], T | None]) -> T | None:
-    """What `find` returns for the assistant's name; None without drafts. ConfigError names the key."""
+    """What `find` returns for the assistant; None without drafts. ConfigError names the key."""
     try:
         return find(mtp.model) if mtp.model and mtp.drafts else None
     except ConfigError as error:

@@ -1,8 +1,8 @@
 """The ports of one launcher, kept from other launchers of this machine.
 
 HAProxy binds its ports, a block of the launcher's own, seconds after they are chosen. Serve's proxy
-uses SO_REUSEPORT, by which two stacks on one port would answer for each other, so its ports are
-kept by bound sockets that do not listen.
+uses SO_REUSEPORT, so two stacks on one port would answer for each other: bound sockets that do not
+listen keep its ports.
 """
 
 import socket
@@ -24,13 +24,12 @@ class Ports:
         self._kept = ExitStack()
 
     def choose(self, seed: int) -> dict[str, int]:
-        """Choose and keep a port for each variable."""
         metrics, stats, first, *_, last = self._block(seed)
         block = dict(zip((*HAPROXY_PORTS, *REPLICA_RANGE), (metrics, stats, first, last), strict=True))
         return block | {name: self._keep(0) for name in PROXY_PORTS}
 
     def _block(self, seed: int) -> range:
-        """Find a block for HAProxy and the replicas. HAProxy knows a port slightly longer than its
+        """A block for HAProxy and the replicas. HAProxy knows a port slightly longer than its
         replica lives."""
         for turn in range(_BLOCKS):
             first = _FIRST + BLOCK * ((seed + turn) % _BLOCKS)
@@ -43,7 +42,7 @@ class Ports:
         raise ConfigError(f"no block of {BLOCK} ports from {_FIRST} on is free")
 
     def _keep(self, port: int) -> int:
-        """Keep `port`, or a free one for 0. OSError: taken."""
+        """`port` 0: a free one. OSError: taken."""
         kept = self._kept.enter_context(socket.socket())
         kept.bind(("", port))
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: launchers do not share
@@ -65,7 +64,7 @@ class Ports:
 
 
 def check_port(host: str, port: int, advice: str = "--port chooses another", least: int = 1) -> None:
-    """ConfigError: someone listens here, or it is no address. least 0: any port will do."""
+    """ConfigError: someone listens here, or no address. `least` 0: any port."""
     if not host or port < least:
         raise ConfigError(f"cannot listen on {host}:{port}: it is no address that clients could use ({advice})")
     try:

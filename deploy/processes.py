@@ -11,14 +11,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Adopt orphaned descendants, and reap them."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     threading.Thread(target=_reap_orphans, name="reaper", daemon=True).start()
 
 
 def _reap_orphans() -> None:
-    """Reap children that ended a while ago; their starters here have waited by then."""
+    """Reap children 0.2 s after their end, so that their starters can wait for them."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
@@ -50,7 +49,6 @@ def _pids() -> list[int]:
 
 
 def is_ray_server(pid: int) -> bool:
-    """GCS or raylet, by program name."""
     return Path(_read(pid, "cmdline").split(b"\0")[0].decode(errors="replace")).name in ("gcs_server", "raylet")
 
 
@@ -60,7 +58,7 @@ def lives(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent and so on: /proc/PID/stat after the name; empty after the end."""
+    """/proc/PID/stat after the name: state, parent, ...; empty after the end."""
     return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
 
 

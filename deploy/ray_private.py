@@ -1,4 +1,4 @@
-"""Ray Serve's private API, as used by Quartet, for the tested minor version."""
+"""Ray Serve's private API, as far as Quartet uses it, for the tested minor version."""
 
 from typing import Any
 
@@ -37,13 +37,12 @@ def application_names() -> frozenset[str] | None:
 
 
 def keep_signal_handlers() -> None:
-    """Call before `ray.init`: on SIGTERM Ray would end the process with a code of its own."""
+    """Call before `ray.init`: on SIGTERM Ray would end the process with its own code."""
     _check_version()
     utils.set_sigterm_handler = lambda _handler: None
 
 
 def deploy(config: dict[str, Any]) -> None:
-    """Start Serve with a config of the schema. RayError."""
     _check_version()
     schema = ServeDeploySchema.model_validate(config)
     client = api.serve_start(
@@ -56,7 +55,6 @@ def deploy(config: dict[str, Any]) -> None:
 
 
 def silence_workers() -> None:
-    """Print no more of what workers write."""
     for name, _ in list(global_worker_stdstream_dispatcher.handlers):
         global_worker_stdstream_dispatcher.remove_handler(name)
 

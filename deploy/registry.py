@@ -1,4 +1,4 @@
-"""The Ray side of dashboards/discovery: one detached actor, and a replica's thread that calls it.
+"""Runs dashboards/discovery in Ray: one detached actor, and a replica's thread that calls it.
 
 The actor outlives replicas, so the dead stay counted. After a restart its counters start at zero.
 """
@@ -32,7 +32,7 @@ logger = logging.getLogger("ray.serve")
 
 
 class Discovery(ReplicaRegistry):
-    """The actor. `end` is called once no replica and no application is left."""
+    """`end` is called once no replica and no application is left."""
 
     def __init__(self, host: str, port: int, end: Callable[[], None] | None = None) -> None:
         super().__init__()
@@ -64,7 +64,6 @@ class Discovery(ReplicaRegistry):
         return self._server.url
 
     def ask(self, method: str, *args: object) -> object:
-        """A replica calls a method of SharedUse or AdapterCentre."""
         centre = self._use if hasattr(self._use, method) else self._adapters
         return getattr(centre, method)(*args)
 
@@ -82,7 +81,7 @@ class RayRegistryClient:
     actor: Any = None
 
     def call(self, method: str, timeout_s: float, *args: object) -> Any:
-        """Call a method of Discovery. RayError, within the timeout."""
+        """RayError, within the timeout."""
         try:
             if self.actor is None:
                 options = {"name": NAME, "namespace": "quartet", "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
@@ -125,7 +124,7 @@ class HeartbeatSender:
                 return
 
     def deregister(self, cause: str | None) -> None:
-        """Send the end's cause (None: in order) and the last counts, once, in LAST_S at most."""
+        """Send the end's cause (None: in order) and last counts, once, in LAST_S at most."""
         if self._over.is_set():
             return
         self._over.set()
@@ -153,7 +152,6 @@ def ray_exporters() -> HttpSdList:
 
 
 def target_here(model: str, metrics_url: str) -> ScrapeTarget:
-    """This replica, with the exporter at `metrics_url`."""
     from ray import serve  # whose import takes a second, which the actor can do without
 
     context = serve.get_replica_context()

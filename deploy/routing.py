@@ -30,7 +30,7 @@ class ConversationSettings(FrozenStruct):
 
 
 class ServedName(FrozenStruct):
-    """A model's name. `prefix`: its application's route; `max_len`: the context."""
+    """`prefix`: its application's route; `max_len`: the context."""
 
     name: str
     prefix: str

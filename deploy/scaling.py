@@ -1,4 +1,4 @@
-"""Autoscaling: each replica reports its load (Demand), and a policy in Serve's controller (Scaling)
+"""Autoscaling: replicas report their load (Demand), and a policy in Serve's controller (Scaling)
 adds it up.
 
 Serve averages over `look_back_period_s`, applies its bounds and delays, and itself starts one from
@@ -56,8 +56,8 @@ class Demand:
                 self._load = event.load
 
     def figures(self) -> dict[str, float]:
-        """A figure for each target; and `late`: the worst recent TTFT (without the slowest tenth)
-        or present wait, over the objective."""
+        """`late`: the worst recent TTFT (without the slowest tenth) or present wait, over the
+        objective."""
         now = monotonic()
         longest_wait = now - next(iter(self._tokenless.values()), now)
         return {
@@ -82,9 +82,8 @@ class Scaling:
     """Wants the fewest replicas that keep every figure within its target; ValueError for a bad
     target.
 
-    While first tokens are late and something waits, replicas are added, at most doubled, once the
-    last change took effect. Missing or infinite figures change nothing. Ages use the monotonic
-    clock.
+    While first tokens are late and requests wait, adds replicas, at most doubling, once the last
+    change took effect. Missing or infinite figures change nothing. Ages use the monotonic clock.
     """
 
     slots: float = 0.8  # running and waiting sequences, as a share of a replica's slots

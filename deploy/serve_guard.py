@@ -22,8 +22,7 @@ def outermost() -> list[Any]:
 
 
 def routes() -> dict[str, bool]:
-    """Whether each application, by prefix, has a deployment without replicas; empty while the
-    controller does not answer."""
+    """Whether each application, by prefix, has lost all replicas of a deployment; empty if unknown."""
     try:
         applications = ray_private.serve_details()["applications"].values()
     except ray_private.UNANSWERED:

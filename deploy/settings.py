@@ -1,5 +1,4 @@
-"""The typed arguments of an application, `args:` in the YAML. ConfigError of one line names a bad
-key."""
+"""The typed arguments of an application, `args:` in the YAML."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -51,7 +50,7 @@ class DiscoverySettings(FrozenStruct):
 
 
 class MetricsSettings(FrozenStruct):
-    """Where the exporter of each replica listens, and by what it judges."""
+    """The exporter's address, and the objectives it judges by."""
 
     host: Host | None = None
     """address of each replica's exporter; none: the node's address in Ray, which is loopback under the CLI"""
@@ -115,7 +114,6 @@ class Settings(EngineSettings, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The model's name in answers."""
         return self.names[0]
 
     @property
@@ -140,7 +138,6 @@ class Settings(EngineSettings, kw_only=True):
 
     @property
     def queue_tokens(self) -> int:
-        """Prompt tokens that may wait."""
         return 32 * self.max_len if self.max_queue_tokens is None else self.max_queue_tokens
 
     @property
@@ -224,7 +221,7 @@ def read_config(path: Path) -> ServeConfig:
 
 
 def applications(config: ServeConfig, source: str) -> list[ServeConfig]:
-    """Our applications, one a model, that at `/` first. ConfigError."""
+    """Our applications, one per model, that at `/` first. ConfigError."""
     ours = [app for app in config["applications"] if isinstance(app, dict) and app.get("import_path") == IMPORT_PATH]
     ours.sort(key=lambda app: app.get("route_prefix", "/") != "/")
     prefixes = [str(app.get("route_prefix", "/")) for app in ours]
@@ -257,7 +254,6 @@ def deployments(config: ServeConfig) -> Iterator[tuple[str, ServeConfig]]:
 
 
 def read_settings(config: ServeConfig, source: str) -> Settings:
-    """The settings of our application at `/`. ConfigError."""
     return read_models(config, source)["/"]
 
 

@@ -1,4 +1,4 @@
-"""How a replica reaches the SharedUse of its cluster, which lives in the actor of discovery (registry.py), and beats."""
+"""Calls the cluster's SharedUse in the actor of discovery."""
 
 import asyncio
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ ANSWER_S = 2.0
 
 @dataclass
 class RayCentre:
-    """A Centre. The heartbeats of `registry` start its actor and find it again; `replica`: this one's name in the cluster."""
+    """A Centre. The heartbeats of `registry` start its actor and find it again."""
 
     registry: RayRegistryClient
     replica: str
 
     async def ask(self, method: str, *args: object) -> Any:
-        """Returns what the method returns. CentreLost: the actor has failed, or not answered in ANSWER_S."""
+        """CentreLost: the actor has failed, or not answered in ANSWER_S."""
         if (actor := self.registry.actor) is None:
             raise CentreLost
         try:
@@ -36,7 +36,8 @@ class RayCentre:
 
 
 async def beat_for_ever(quotas: ReplicaQuotas, admission: AdmissionControl, application: str) -> None:
-    """Once a second tells the centre what this replica has begun, and the admission what others began."""
+    """Once a second tell the centre what this replica has begun, and the admission what others
+    began."""
     while True:
         admission.note_elsewhere(await quotas.beat(application, admission.begun()))
         await asyncio.sleep(PERIOD_S)

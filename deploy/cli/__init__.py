@@ -1,2 +1,2 @@
-"""The commands of `quartet`, a module each with `register` and `run`, which import slow modules
-only when they run."""
+"""The commands of `quartet`. Each module has `register` and `run`; slow modules are imported only
+to run."""

@@ -1,4 +1,4 @@
-"""`quartet check-config`: reads a Serve config as Serve will, and starts nothing."""
+"""The command `quartet check-config`."""
 
 import argparse
 import os
@@ -36,7 +36,6 @@ def register(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the applications' settings. ConfigError."""
     from deploy.serve_schema import check_schema
 
     source = str(args.config)
@@ -66,7 +65,6 @@ def all_notes(config: ServeConfig, app: ServeConfig, settings: Settings) -> Iter
 
 
 def deployment_notes(app: ServeConfig, settings: Settings) -> Iterator[str]:
-    """Notes on `deployments:` options without effect."""
     for options in app["deployments"]:
         gpus = options.get("ray_actor_options", {"num_gpus": settings.tp}).get("num_gpus") or 0  # Serve takes all or none of ours
         for name in ("max_ongoing_requests", "max_queued_requests"):
@@ -99,7 +97,7 @@ def key_notes(http: ServeConfig, settings: Settings) -> Iterator[str]:
 
 
 def time_notes(app: ServeConfig, http: ServeConfig, settings: Settings) -> Iterator[str]:
-    """Notes where Serve's time limits are shorter than limits.request_timeout_s, or missing."""
+    """Notes where Serve's time limits are below limits.request_timeout_s, or missing."""
     deployments = app["deployments"]
     bound = http.get("request_timeout_s")
     own = settings.limits.request_timeout_s
@@ -114,8 +112,7 @@ def time_notes(app: ServeConfig, http: ServeConfig, settings: Settings) -> Itera
 
 
 def model_notes(settings: Settings) -> Iterator[str]:
-    """Check the model's shape and files. What cannot be checked is a note. ConfigError names the
-    key."""
+    """Check the model's shape and files; notes name what was not checked. ConfigError."""
     from deploy.cli.sizing import configured, known_folder
 
     if (folder := known_folder(settings.model, settings.revision)) is None:

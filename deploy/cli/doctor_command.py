@@ -1,4 +1,4 @@
-"""`quartet doctor`: what this machine has and lacks, a line a check."""
+"""The command `quartet doctor`."""
 
 import argparse
 import re
@@ -34,7 +34,6 @@ def register(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every finding; 1 if one fails."""
     findings = list(look(args.config, args.architecture, kernels=args.kernels, offline=args.offline))
     counts = {state: sum(finding.state == state for finding in findings) for state in ("ok", "warn", "fail")}
     fine = not counts["fail"]
@@ -54,11 +53,8 @@ def architecture(text: str) -> ComputeCapability:
 
 
 def look(path: Path | None, other: ComputeCapability | None, *, kernels: bool, offline: bool = False) -> Findings:
-    """Run every check in the order of setting up a machine. ConfigError: `offline` without a
-    config.
-
-    path: config to serve;   other: another GPU's compute capability, for attention
-    """
+    """Run every check. `other`: another GPU's compute capability. ConfigError: `offline` without a
+    config."""
     from deploy.cli import machine_checks as checks
     from deploy.cli.offline_checks import offline as offline_checks
 

@@ -1,5 +1,4 @@
-"""`quartet env`: the environment for `ray start` on a standing cluster, for shell, systemd or
-Kubernetes."""
+"""The command `quartet env`."""
 
 import argparse
 import shlex
@@ -31,7 +30,6 @@ def register(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """ConfigError."""
     values = environment.for_ray_start(head=args.node == "head")
     if args.config is not None:
         config = read_config(args.config)
@@ -48,7 +46,6 @@ def shell_lines(values: Mapping[str, str]) -> list[str]:
 
 
 def systemd_lines(values: Mapping[str, str]) -> list[str]:
-    """For systemd's EnvironmentFile=."""
     return [f'{name}="{_escaped(value)}"' for name, value in values.items()]
 
 
@@ -57,7 +54,7 @@ def _escaped(value: str) -> str:
 
 
 def kubernetes_lines(values: Mapping[str, str]) -> list[str]:
-    """For a container's `env:`. Kubernetes reads `$$` as a dollar, `$(NAME)` as a variable."""
+    """For a container's `env:`, where `$$` is a dollar and `$(NAME)` a variable."""
     import yaml
 
     entries = [{"name": name, "value": value.replace("$", "$$")} for name, value in values.items()]

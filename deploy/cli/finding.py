@@ -19,5 +19,4 @@ Findings = Iterator[Finding]
 
 
 def checked(name: str, good: bool, detail: str, advice: str, bad: State = "warn") -> Finding:
-    """A finding: `ok`, or `bad` with advice."""
     return Finding(name, "ok", detail) if good else Finding(name, bad, detail, advice)

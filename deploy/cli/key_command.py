@@ -1,4 +1,4 @@
-"""`quartet key new`: makes an API key, shows it once, and prints its entry for a key file."""
+"""The command `quartet key new`."""
 
 import argparse
 import json
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _append(path: Path, line: str) -> None:
-    """Append in one write, so readers see the file before or after, and concurrent entries both stay."""
+    """Append in one write: readers see the file before or after, and concurrent entries both stay."""
     if path.exists() and not path.is_file():  # a pipe, say, whose other end would be waited for
         raise ConfigError(f"--append: {path} is no file")
     text = read(KeySettings(file=str(path))) if path.exists() else ""

@@ -1,4 +1,4 @@
-"""The checks of `doctor`: functions that return findings and change nothing."""
+"""The checks of `doctor`, which change nothing."""
 
 import os
 import platform
@@ -33,7 +33,6 @@ _FILES = 4096
 
 
 def software() -> Findings:
-    """Python and dependencies against pyproject.toml."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
@@ -60,7 +59,6 @@ def software() -> Findings:
 
 
 def devices(node: Capability) -> Findings:
-    """GPUs, torch's access to them, and their links."""
     if not node.gpus:
         yield Finding("gpus", "warn", "none visible", "deploy/nano.yaml runs on CPU; a driver and CUDA_VISIBLE_DEVICES show them")
         return
@@ -86,7 +84,6 @@ def compiler(node: Capability) -> Finding:
 
 
 def attention(node: Capability, settings: Settings, other: ComputeCapability | None) -> Findings:
-    """The attention backend here, or for compute capability `other`, and why."""
     architecture = other or node.architecture
     chosen_for = architecture if settings.needs_gpus or other else None
     try:
@@ -114,7 +111,6 @@ def kernels() -> Finding:
 
 
 def links(indices: list[int]) -> Finding:
-    """Links among NVML's devices, which decide whether sums use symmetric memory."""
     import pynvml
 
     pairs = list(combinations(indices, 2))
@@ -122,7 +118,6 @@ def links(indices: list[int]) -> Finding:
         return Finding("nvlink", "ok", "one GPU: nothing to link")
 
     def apart(way: int) -> str:
-        """The first pairs without that link."""
         names = [
             f"{first}-{second}"
             for first, second in pairs
@@ -147,7 +142,6 @@ def links(indices: list[int]) -> Finding:
 
 
 def machine() -> Findings:
-    """Cores, memory and limits."""
     cores = len(os.sched_getaffinity(0))
     yield checked("cores", cores > 1, str(cores), "ranks, core and HTTP share one")
     memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -174,7 +168,6 @@ def api_port(host: str, port: int) -> Finding:
 
 
 def ingress() -> Finding:
-    """The version of the HAProxy that would run."""
     binary = environment.haproxy_binary()
     if binary is None:
         return Finding(
@@ -188,14 +181,13 @@ def ingress() -> Finding:
 
 
 def ray_environment() -> Finding:
-    """Variables that are set already, which the launcher keeps."""
     own = [f"{name}={os.environ[name]}" for name, value in environment.RAY.items() if os.environ.get(name, value) != value]
     verdict = ", ".join(own) or f"nothing stands against the {len(environment.RAY)} that the launcher sets"
     return checked("ray settings", not own, verdict, "set by you, and kept: deploy/environment.py says what Quartet sets, and why")
 
 
 def hub() -> Findings:
-    """Where checkpoints come from and go to. The token is not shown."""
+    """Does not show the token."""
     from huggingface_hub import constants, get_token
 
     source = "offline: only what is in the cache" if constants.HF_HUB_OFFLINE else "downloads allowed"
@@ -207,7 +199,6 @@ def hub() -> Findings:
 
 
 def templates(settings: Settings) -> Findings:
-    """The chat template of an application, where it is, and whether Google has corrected it."""
     name = f"template of {settings.name}"
     if (template := settings.template) is not None and not template.is_file():
         yield Finding(name, "warn", f"{template} is not here", "it must be on every node with replicas")
@@ -218,7 +209,6 @@ def templates(settings: Settings) -> Findings:
 
 
 def config(name: str, settings: Settings, gpus: int) -> Finding:
-    """Whether this machine could hold a config."""
     try:
         check_nodes(settings, [gpus])
     except ConfigError as error:

@@ -1,7 +1,4 @@
-"""The command line `quartet`. Parsing imports neither torch nor ray.
-
-Exit codes: 0 done; 1 trouble, or the answer is no; 2 it cannot run like this, said in one line.
-"""
+"""The command line `quartet`. Parsing imports neither torch nor ray."""
 
 import argparse
 import io

@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 
 
 def check_drafter(settings: Settings) -> None:
-    """CheckpointError: the drafter belongs to another model, by shape. Downloads nothing."""
+    """CheckpointError: the drafter's shape is of another model. Downloads nothing."""
     from deploy.cli.sizing import known_folder
     from deploy.placement import drafter_folder
     from engine.rank import checkpoints
@@ -21,8 +21,7 @@ def check_drafter(settings: Settings) -> None:
 
 
 def check_files(config: EngineConfig, template: Path | None) -> None:
-    """CheckpointError: a replica would refuse the checkpoint, an encoder, tokenizer, template,
-    drafter or adapter. Reads no tensor."""
+    """CheckpointError as a replica would raise it. Reads no tensor."""
     from engine.front.text import TextProcessor
     from engine.rank.checkpoints import checkpoints_of
     from engine.rank.load.adapter_tensors import map_adapters

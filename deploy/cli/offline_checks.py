@@ -1,4 +1,4 @@
-"""`doctor --offline`: what a start without network would lack."""
+"""The checks of `doctor --offline`."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,6 @@ from engine.errors import ConfigError
 
 
 def offline(settings: Settings, node: Capability) -> Findings:
-    """What would be fetched: hub models, FlashInfer's kernels, needless requests."""
     yield model("model", settings.model, settings.revision)
     if settings.mtp.model and settings.mtp.drafts:
         yield model("mtp.model", settings.mtp.model, None)
@@ -46,7 +45,6 @@ def model(key: str, name: str, revision: str | None) -> Finding:
 
 
 def missing_files(folder: Path | None, key: str) -> list[str]:
-    """What a hub cache folder lacks: indexed weights, and the model's tokenizer."""
     if folder is None:
         return ["config.json"]
     needed = sorted(set(read_index(folder).values())) or ["*.safetensors"]

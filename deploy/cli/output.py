@@ -13,7 +13,7 @@ OK, NO, CANNOT = 0, 1, 2  # exit codes: as asked; trouble, or the answer is no; 
 
 
 class Table(NamedTuple):
-    """Rows of text; a column name that begins with `>` is flush right."""
+    """Columns whose name begins with `>` are flush right."""
 
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
@@ -38,7 +38,7 @@ def command(
 
 
 def emit(args: argparse.Namespace, value: Any, parts: Iterable[Part]) -> None:
-    """Write `value` as JSON with --json, else `parts` as text. ConfigError: it cannot be written."""
+    """Write `value` as JSON with --json, else `parts` as text. ConfigError: stdout failed."""
     text = json.dumps(value, indent=2) if args.json else "\n".join(plain(parts))
     try:
         print(text, flush=True)
@@ -49,7 +49,6 @@ def emit(args: argparse.Namespace, value: Any, parts: Iterable[Part]) -> None:
 
 
 def plain(parts: Iterable[Part]) -> Iterator[str]:
-    """Lines; tables as columns two blanks apart."""
     for part in parts:
         if isinstance(part, str):
             yield part

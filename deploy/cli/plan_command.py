@@ -1,4 +1,4 @@
-"""`quartet plan`: will this model fit, and how much runs at once?"""
+"""The command `quartet plan`."""
 
 import argparse
 import re
@@ -101,7 +101,6 @@ def report(settings: Settings, args: argparse.Namespace) -> Plan:
 
 
 def report_of(settings: Settings, args: argparse.Namespace, folder: Path) -> Plan:
-    """As `report`, of the model in `folder`."""
     from deploy.cli import sizing
 
     if args.config is None and args.max_len is None:
@@ -127,8 +126,8 @@ def report_of(settings: Settings, args: argparse.Namespace, folder: Path) -> Pla
 
 
 def member_questions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """Yields the same question for each public shape as it is published, in each format that is made at load, and in those that
-    are published, or in the one that is asked for."""
+    """The same question for each public shape: in the format asked for, or in each one that is
+    published or made at load."""
     from deploy.cli.sizing import PUBLISHED_FORMATS
 
     at_load = [name for name, formats in FORMATS.items() if PLAIN in formats or formats[0].packer is not None]
@@ -165,7 +164,7 @@ def figures(sized: "Sizing", contexts: Sequence[int] | None) -> Plan:
 
 
 def gpu_memory(args: argparse.Namespace) -> int:
-    """Bytes of one GPU: as asked, else this machine's smallest. ConfigError without both."""
+    """Bytes, as asked, else of this machine's smallest GPU. ConfigError without both."""
     if args.gpu_memory is not None:
         return int(args.gpu_memory)
     if args.gpu is not None:
@@ -186,7 +185,6 @@ def member_parts(plans: Sequence[Plan]) -> Iterator[Part]:
 
 
 def member_counts(plan: Plan, lengths: Sequence[int]) -> Iterator[str]:
-    """Concurrent sequences of each length, and the smallest tp for a model that does not fit."""
     counts = {row["tokens"]: f"{row['sequences']:,}" for row in plan.get("concurrency", ())}
     for length in lengths:
         yield counts.get(length, "-")

@@ -1,4 +1,4 @@
-"""`quartet serve`: starts Ray and Serve here, serves a config, drains at a signal."""
+"""The command `quartet serve`."""
 
 import argparse
 import io
@@ -89,7 +89,7 @@ def _run(launch: Launch, drain_s: float) -> int:
 
 
 def _say(line: str) -> None:
-    """Print a line; after a failed write (full disk, closed pipe) print nothing, and serve on."""
+    """After a failed write (full disk, closed pipe) prints nothing more, and serves on."""
     notify(f"STATUS={line}")
     try:
         print(f"quartet: {line}", flush=True)

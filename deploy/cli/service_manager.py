@@ -1,4 +1,4 @@
-"""Reports the service's state to systemd, as sd_notify: a datagram to NOTIFY_SOCKET."""
+"""Reports the service's state to systemd, as sd_notify."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ STOPPING = "STOPPING=1"
 
 
 def notify(*states: str) -> None:
-    """Send states such as `READY` or `STATUS=...`. No effect without a service manager."""
+    """`states`: such as `READY` or `STATUS=...`. No effect without a service manager."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return

@@ -1,4 +1,4 @@
-"""What a rank holds, by building model and caches on torch's meta device with the engine's code.
+"""What a rank holds, by building model and caches on torch's meta device.
 
 RESERVE, for CUDA, NCCL and the allocator, was measured on an H200 at TP=4.
 """
@@ -37,7 +37,7 @@ _PUBLISHED = re.compile(rf"(?:(?:.*/)?gemma-4-)?({'|'.join(MEMBERS)})(?:-it)?(-a
 
 
 class Pool(FrozenStruct):
-    """One KV group of one rank. `pages` counts the null page; sizes in bytes, over all layers."""
+    """One KV group of one rank. `pages` counts the null page; sizes are bytes over all layers."""
 
     group: KVGroup
     pages: int
@@ -46,12 +46,12 @@ class Pool(FrozenStruct):
     table_bytes: int
 
     def holds(self, tokens: int) -> int:
-        """Sequences of `tokens` tokens that it holds; the last token needs no page."""
+        """Sequences of `tokens` tokens that fit; the last token needs no page."""
         return (self.pages - 1) // self.group.worst_pages(max(1, tokens - 1))
 
 
 class Sizing(FrozenStruct):
-    """The KV cache of one rank. `budget`: bytes for pools, without page tables."""
+    """One rank's KV cache. `budget`: bytes for pools, without page tables."""
 
     config: EngineConfig
     budget: int
@@ -59,7 +59,6 @@ class Sizing(FrozenStruct):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
         return longest_sequence([pool.group for pool in self.pools], [pool.pages for pool in self.pools])
 
     def concurrency(self, tokens: int) -> int:
@@ -67,8 +66,7 @@ class Sizing(FrozenStruct):
 
 
 def known_folder(model: str, revision: str | None = None) -> Path | None:
-    """A folder with the model's config.json: its own, the hub cache's, or a public shape's; None if
-    unknown."""
+    """A folder with config.json: the model's, the hub cache's, or a public shape's; else None."""
     match = _PUBLISHED.fullmatch(model.lower())
     return folder_here(model, revision) or (local_folder(f"dummy:{match[1]}{match[2] or ''}") if match else None)
 
@@ -85,8 +83,7 @@ def shape_folder(model: str, revision: str | None = None) -> Path:
 
 
 def size(engine: EngineConfig, weights: int, memory: int) -> Sizing:
-    """Size the KV cache next to `weights` bytes on a device of `memory` bytes. ConfigError with the
-    numbers."""
+    """Size the KV cache next to `weights` bytes on a device of `memory` bytes. ConfigError."""
     budget = kv_budget(engine, memory, weights + RESERVE + exchange_bytes(engine, engine.geometry))
     return Sizing(engine, budget, pools(engine, pages_of(engine, budget)))
 
@@ -105,8 +102,8 @@ def fits_at(settings: Settings, folder: Path, memory: int) -> int | None:
 
 @contextmanager
 def in_format(folder: Path, weights: str) -> Iterator[Path]:
-    """Gives the folder that is planned: `folder`; or, of a public shape in a format that only quantised folders have, one of its
-    shape that says so, as those that are published: all matrices, experts one by one."""
+    """`folder`, or for a public shape in a published quantised format a temporary copy that says
+    so: all matrices quantised, experts one by one."""
     if folder.parent != PUBLIC or weights not in PUBLISHED_FORMATS:
         yield folder
         return
@@ -123,8 +120,7 @@ def in_format(folder: Path, weights: str) -> Iterator[Path]:
 
 
 def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
-    """(bytes of one rank's weights, drafter and encoders included, elements of the whole text
-    model)."""
+    """(bytes of one rank's weights with drafter and encoders, elements of the text model)."""
     from engine.rank.checkpoints import checkpoints_of
     from engine.rank.load.slices import elements
 

@@ -1,1 +1,1 @@
-"""The HTTP server of a replica: a plain ASGI app that knows nothing of Ray."""
+"""The HTTP edge of a replica: a plain ASGI app without Ray."""

@@ -3,16 +3,14 @@
     enter() -------- settle(choices, tokens) -------- submitted() ------------------ leave()
       |-- one answer ---|-- its choices and tokens -----|-- the engine counts them ----|
 
-At its head a request is refused when every choice is taken. What it costs is known when it has been read, and is taken then, all or
-nothing: requests that each held a part would shut each other out. A choice is counted here until the engine has it, and by the
-engine until its last token is made: a client that reads slowly holds none once the engine has done its part. What waits for its
-prefill waits in the core's queue, in order, and is bounded by tokens as well: one long prompt may always wait alone.
+A request is refused at its head if all choices are taken. Its cost, known once it is read, is taken
+all or nothing: requests that each held a part would block each other. A choice counts here until it
+is submitted, then in the engine until its last token. Waiting prompts are bounded by tokens, but
+one may always wait alone.
 
-Clients share alike. Alone a client may have everything. Of several each has its turn: a client's next choice comes after its own,
-and level with the first of the others'. Where all is taken, the last waiting choice of the client with most gives way.
-
-A client has one share of all replicas: what other replicas began for it counts as if it had begun here. So its next choice waits
-longer, for AHEAD_MOST choices of others at most.
+Clients take turns: a client's next choice comes after its own, level with the first of the others'.
+If all is taken, the last waiting choice of the client with most is refused. Choices that other
+replicas began for a client delay its next one, by at most AHEAD_MOST.
 """
 
 import asyncio
@@ -34,8 +32,6 @@ ANSWERS_PER_CHOICE = 4  # answers under way, those included that only wait for t
 
 @dataclass
 class AdmissionControl:
-    """The tickets of one engine."""
-
     engine: EngineClient
     choices: int  # running or waiting at once
     tokens: int  # of prompts waiting for prefill
@@ -63,14 +59,14 @@ class AdmissionControl:
         return self._tickets
 
     def begun(self) -> Counter[str]:
-        """Choices that the engine has begun since the last call, by client."""
+        """Choices begun since the last call, by client."""
         self._waiting()
         begun = self._begun
         self._begun = Counter()
         return begun
 
     def note_elsewhere(self, choices: Mapping[str, int]) -> None:
-        """Counts choices that other replicas began since the last call, by client."""
+        """`choices` that other replicas began since the last call, by client."""
         waiting = {ticket.client for ticket in self._waiting()}
         self._ahead = {client: ahead for client, ahead in self._ahead.items() if client in waiting}
         for client, more in choices.items():
@@ -84,8 +80,8 @@ class AdmissionControl:
         return AdmissionTicket(self, client)
 
     async def make_room(self, client: str, choices: int, tokens: int, media: int) -> None:
-        """Refuse other clients' waiting requests until there is room, none is left to refuse or
-        GIVE_WAY_S have passed."""
+        """Refuse other clients' waiting requests until there is room, none is left, or GIVE_WAY_S
+        have passed."""
         ends = time.monotonic() + GIVE_WAY_S
         while self._refusal(choices, tokens, media) and (ticket := self._last_of_greediest(client, choices)) is not None:
             before = self.taken
@@ -96,7 +92,7 @@ class AdmissionControl:
                 return
 
     def _last_of_greediest(self, client: str, choices: int) -> "AdmissionTicket | None":
-        """The last waiting ticket of the client with most waiting choices, if above what `client`
+        """The last waiting ticket of the client with most waiting choices, if more than `client`
         would have."""
         waiting, held = self._waiting(), Counter[str]()
         for ticket in waiting:
@@ -123,8 +119,8 @@ class AdmissionControl:
         self._open_answers += answers
 
     def _queue(self, ticket: "AdmissionTicket") -> None:
-        """After the client's own that wait; else with the first that waits; where nobody waits, as those that run had it. Later by
-        what other replicas began for the client."""
+        """After the client's own waiting tickets, else level with the first that waits, else at the
+        latest turn; later by choices begun elsewhere."""
         waiting = self._waiting()
         own = [other.turn + other.choices for other in waiting if other.client == ticket.client]
         first = min((other.turn for other in waiting), default=self._turn)
@@ -137,7 +133,7 @@ class AdmissionControl:
 
 @dataclass(eq=False)
 class AdmissionTicket:
-    """What one request holds. Lower turns go first."""
+    """Lower turns go first."""
 
     admission: AdmissionControl
     client: str
@@ -162,7 +158,6 @@ class AdmissionTicket:
         return self._refuse is not None and all(clock.scheduled is None for clock in self._clocks)
 
     def note_begun(self) -> None:
-        """Tell the admission of choices that the engine has begun meanwhile."""
         begun = sum(clock.scheduled is not None for clock in self._clocks)
         self.admission._begun[self.client] += begun - self._begun
         self._begun = begun
@@ -179,20 +174,19 @@ class AdmissionTicket:
         self.admission._queue(self)
 
     def submitted(self, clocks: Sequence[Clock], refuse: Callable[[], None]) -> None:
-        """Hand the count of its choices to the engine."""
+        """From now on the engine counts its choices."""
         self._clocks = clocks
         self._refuse = refuse
         self.admission._claim(-self._reserved, 0)
         self._reserved = 0
 
     def give_way(self) -> None:
-        """Refuse it in favour of another client."""
         refuse, self._refuse = self._refuse, None
         assert refuse is not None
         refuse()
 
     def leave(self) -> None:
-        """Give everything back. Idempotent."""
+        """Idempotent."""
         if self._clocks:
             self.note_begun()
         self.admission._claim(-self._reserved, -self._answers)

@@ -34,7 +34,7 @@ ENDPOINTS: dict[str, HttpEndpoint] = {endpoint.path: endpoint for endpoint in _A
 
 
 def endpoint_of(scope: Scope) -> HttpEndpoint:
-    """The endpoint of a request's path, or UNKNOWN. uvicorn prepends http_options.root_path."""
+    """UNKNOWN for other paths. uvicorn prepends http_options.root_path."""
     path: str = _PREFIX.sub("", scope["path"].removeprefix(scope.get("root_path", "")))
     return ENDPOINTS.get(_MODEL if path.startswith("/v1/models/") else path, UNKNOWN)
 

@@ -19,8 +19,7 @@ SoftTokens = Literal[70, 140, 280, 560, 1120]  # that an image may have
 
 
 class LimitSettings(FrozenStruct):
-    """What one request may ask for, and how much of it may be open at once. Beyond it the answer is
-    a 4xx."""
+    """Beyond a limit the answer is a 4xx."""
 
     hosts: tuple[Host, ...] | None = None
     """accepted names of the Host header, without ports; none: loopback and the host of http_options if the launcher starts Serve,
@@ -69,7 +68,7 @@ class LimitSettings(FrozenStruct):
 
 
 class MediaSettings(FrozenStruct):
-    """Bounds of a request's media. Beyond them the answer is a 400 before anything is decoded."""
+    """Beyond a bound the answer is a 400 before anything is decoded."""
 
     max_media: Annotated[int, Meta(ge=0, le=1024)] = 32
     """images, videos and clips of a request"""
@@ -93,8 +92,7 @@ class MediaSettings(FrozenStruct):
 
 
 class KeySettings(FrozenStruct):
-    """Where the API keys are listed; `quartet key new` makes an entry. With neither set, no request
-    needs a key."""
+    """With neither set, no request needs a key. `quartet key new` makes an entry."""
 
     file: AbsolutePath | None = None
     """a file in YAML of keys' hashes, on every node with replicas; read again when it changes"""
@@ -122,22 +120,15 @@ def url_host(host: str) -> str:
 
 
 def guard_limits(limits: LimitSettings, host: str, *, keys: bool = False) -> str:
-    """An application's limits as JSON for the guard around Serve, at a server that listens on
-    `host`.
-
-    Without `hosts` it answers to `host` and loopback. At a wildcard address, or with `keys`, which
-    no other site's page has, it answers to any name.
-    """
+    """For the guard around Serve at `host`. Without `hosts` it answers to `host` and loopback; at a
+    wildcard address, or with `keys`, which no other site's page has, to any name."""
     if limits.hosts is None and not keys and host not in WILDCARDS:
         limits = msgspec.structs.replace(limits, hosts=(*LOOPBACK_NAMES, url_host(host)))
     return msgspec.json.encode(limits).decode()
 
 
 class LogSettings(FrozenStruct):
-    """What a replica writes to its own log file of Ray Serve (logs/serve/replica_*.log).
-
-    Serve's `logging_config` stays in force while format is text and no folder is set.
-    """
+    """Serve's `logging_config` stays in force while format is text and no folder is set."""
 
     format: Literal["text", "json"] = "text"
     """text: as Serve's default; json: one object a line, with Serve's fields and ours, and our access line only"""
@@ -150,7 +141,7 @@ class LogSettings(FrozenStruct):
 
 
 class TracingSettings(FrozenStruct):
-    """OpenTelemetry spans of each request. Without an endpoint nothing is imported."""
+    """Without an endpoint nothing is imported."""
 
     endpoint: Annotated[str, Meta(pattern=r"^https?://[^\s/]+(/\S*)?$")] | None = None
     """OTLP over HTTP, whole: http://host:4318/v1/traces; keys by OTEL_EXPORTER_OTLP_HEADERS, not from here; bounds by

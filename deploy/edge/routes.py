@@ -1,5 +1,4 @@
-"""The routes. Bodies are read raw and validated by our own models, so that every error has its
-API's shape."""
+"""The routes. Our own models validate raw bodies, so that every error has its API's shape."""
 
 import asyncio
 import time
@@ -62,7 +61,7 @@ def _errors(shape: ErrorShape) -> Responses:
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The ASGI app of one replica. Ray Serve adds `x-request-id` to replies."""
+    """Ray Serve adds `x-request-id` to replies."""
     about = "OpenAI's and Anthropic's APIs of a Gemma 4 deployment."
     app = FastAPI(title="Quartet", description=about, redirect_slashes=False, responses=_errors(OPENAI_ERROR))
     app.add_exception_handler(QuartetError, _refusal)
@@ -110,7 +109,7 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
 
 
 async def _parsed(service: Service, request: Request, api: GenerationApi) -> tuple[Ask, ResponseFormat]:
-    """A function of its own, so that nothing holds the body while the job is made."""
+    """A function, so that nothing holds the body while the job is made."""
 
     def read(body: bytes) -> tuple[Ask, ResponseFormat]:
         said = api.reader.read(body)
@@ -146,7 +145,7 @@ async def _parsed_tokens(service: Service, request: Request, api: TokenApi) -> A
 
 @asynccontextmanager
 async def _admitted(service: Service, request: Request, media_type: str = JSON) -> AsyncIterator[AdmissionTicket]:
-    """Give a ticket, and time until the deadline. The access log returns the ticket."""
+    """A ticket, which the access log returns, and time until the deadline."""
     service.engine.health()
     _check_media_type(request, media_type, service.settings.limits.cors_origins)
     record = record_of(request.scope)
@@ -159,8 +158,7 @@ async def _admitted(service: Service, request: Request, media_type: str = JSON) 
 
 
 async def _body_of(request: Request) -> bytes:
-    """The whole body, which Limits gives in one message. `request.body()` would keep it until the
-    answer ends."""
+    """Limits gives it in one message. `request.body()` would keep it until the answer ends."""
     return (await request.receive())["body"]
 
 
@@ -186,7 +184,6 @@ def _add_models(app: FastAPI, service: Service) -> None:
     }
 
     def listed() -> dict[str, JsonObject]:
-        """Every model's card by name; an adapter's parent is the model."""
         adapted = {name: {**cards[settings.name], "id": name, "parent": settings.name} for name in service.adapters}
         return cards | adapted
 
@@ -263,7 +260,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    """Log the traceback; tell the client nothing of it."""
     record_of(request.scope).error = error
     return plain_error(error_shape_of(request.scope), 500, "Internal error", "internal_error", NO_RETRY)
 

@@ -13,15 +13,13 @@ from engine.protocol import FrozenStruct, MediaKind
 
 
 class Defaults(FrozenStruct):
-    """Default sampling: the checkpoint's generation_config.json."""
-
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
 
     @classmethod
     def read(cls, folder: Path) -> "Defaults":
-        """Read a checkpoint's defaults; do_sample: false means greedy."""
+        """do_sample: false means greedy."""
         config = generation_config(folder)
         if config.get("do_sample") is False:
             return cls(temperature=0.0)
@@ -33,21 +31,16 @@ def media_kinds(encoders: MediaGeometries, text: TextProcessor) -> frozenset[Med
 
 
 def audio_row_samples(encoders: MediaGeometries) -> int:
-    """Samples in each row of the audio encoder; 0 for log-mel frames."""
+    """0 for log-mel frames."""
     audio = encoders.get("audio")
     return audio.features if isinstance(audio, AudioGeometry) and audio.unified else 0
 
 
 class ServiceSettings(FrozenStruct):
-    """`names`: of the model, of which answers have the first; `others`: names and contexts of the cluster's other models.
-
-    Token ids lie in its `vocab`; `max_len`: the context. `fingerprint`: of build, weights and setup. `weight_format`: names of
-    `engine.weight_formats`.
-
-    `media_kinds`: that it reads; `row_samples`: of its audio, 0: it takes log-mel frames. `capacity` choices, and `queue_tokens`
-    tokens of those that wait, are let in (admission_control.py). `adapters`: the config's folders by name; others are loaded from
-    below `adapter_folder`, `most_adapters` in all.
-    """
+    """`names`: the model's, answers have the first; `others`: (name, context) of the cluster's
+    other models. `row_samples`: of audio, 0: log-mel frames. `capacity`: open choices.
+    `adapters`: the config's folders; others load from below `adapter_folder`, at most
+    `most_adapters` in all."""
 
     names: tuple[str, ...]
     others: tuple[tuple[str, int], ...]

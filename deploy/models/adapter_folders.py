@@ -1,4 +1,4 @@
-"""From what a config names as an adapter to its folder."""
+"""From a config's adapter to its folder."""
 
 from pathlib import Path
 

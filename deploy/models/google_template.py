@@ -1,7 +1,7 @@
 """Recognises Google's older chat templates for Gemma 4 by their constructs.
 
-On 2026-07-09 Google replaced the templates of all sizes. Older ones mishandle tool loops,
-consecutive replies, null arguments, and thoughts between calls.
+On 2026-07-09 Google replaced all of them. Older ones mishandle tool loops, consecutive replies,
+null arguments, and thoughts between calls.
 """
 
 CORRECTED = "2026-07-09"

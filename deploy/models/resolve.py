@@ -23,13 +23,12 @@ HUB_ID = re.compile(r"(?!.*(?:--|\.\.))\b[\w.-]+\b/\b[\w.-]{1,96}\b(?<!\.git)") 
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
-    """ConfigError says what is absent and what would help."""
+    """ConfigError says what would help."""
     return local_folder(model) or _download(model, revision)
 
 
 def folder_here(model: str, revision: str | None) -> Path | None:
-    """The folder of `model` on this machine, perhaps without weights of a hub id. Downloads
-    nothing."""
+    """The folder on this machine, for a hub id perhaps without weights. Downloads nothing."""
     if model.startswith(("nano:", "dummy:")) or Path(os.path.expanduser(model)).is_dir():  # noqa: PTH111 - see below
         return local_folder(model)
     if not HUB_ID.fullmatch(model):
@@ -55,7 +54,7 @@ def is_here(model: str, revision: str | None = None, *files: str) -> bool:
 
 
 def local_folder(model: str) -> Path | None:
-    """The folder, or None for a hub id. ConfigError: no such folder or member."""
+    """None for a hub id. ConfigError: no such folder or member."""
     kind, _, member = model.partition(":")
     if kind in ("nano", "dummy"):
         root, names = (TRAINED, trained()) if kind == "nano" else (PUBLIC, MEMBERS)
@@ -78,7 +77,6 @@ def _checked(folder: Path) -> Path:
 
 
 def _download(model: str, revision: str | None) -> Path:
-    """The hub snapshot, from the cache if complete."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -1,9 +1,5 @@
-"""Admission: which waiting requests get a slot. In order, past those that cannot begin now, but past none for ever.
-
-A request whose adapter is not on the device has it placed in a slot, and waits. A request that was overtaken often enough
-holds up all after it. That ends, at the latest, when those that run have reached their limits: nobody of later precedence gets a
-slot meanwhile, and a request always begins when none runs.
-"""
+"""Admission gives slots in order of precedence, past requests that cannot begin now. One overtaken
+`Policy.overtaking` times blocks all later ones; it begins at the latest when no request runs."""
 
 from array import array
 from collections.abc import Iterator
@@ -18,7 +14,7 @@ _LOOKAHEAD = 16  # requests looked at beyond the free slots
 
 
 class AdmissionBudget:
-    """Free pages, without those that running prefills still need."""
+    """Free pages not reserved for running prefills."""
 
     def __init__(self, requests: Requests) -> None:
         self._running = 0
@@ -33,8 +29,7 @@ class AdmissionBudget:
                 self._promised[run.pool] += max(0, run.pool.group.worst_pages(sequence.target + 1) - len(run.pages))
 
     def fits(self, sequence: Sequence, hit: Hit) -> bool:
-        """Whether all known tokens fit, with one page left for each running sequence; always if
-        none runs."""
+        """Whether all known tokens fit, with a page left per running sequence; True if none runs."""
         if not self._running:
             return True
         for pool, promised in self._promised.items():
@@ -59,8 +54,7 @@ class Admissions:
         self._size = 0  # numbers of its admissions
 
     def readmit(self, sequence: Sequence) -> bool:
-        """Admit a sequence after `step_back`, with its slot and pages; False if the plan is too
-        full."""
+        """Admit again after `step_back`; False if the plan is full."""
         if not self._fits_plan(sequence, sum(len(run.pages) for run in sequence.pages.runs)):
             return False
         self._requests.readmit(sequence)
@@ -78,7 +72,6 @@ class Admissions:
         self._plan.admissions.append(admission)
 
     def _fits_plan(self, sequence: Sequence, pages: int) -> bool:
-        """An empty plan always has room."""
         size = admission_size(len(sequence.tokens), sequence.params, pages) + self._size
         if self._size and size > MAX_ADMITTED:
             return False
@@ -125,8 +118,8 @@ class Admissions:
             prefills.append(sequence)
 
     def _with_adapters(self, candidates: list[Sequence], passed: list[Sequence]) -> Iterator[Sequence]:
-        """Yields, in order, the requests whose adapters are on the device, and has those of the others placed. One that finds no
-        slot is `passed`, or holds up all after it."""
+        """Yields requests whose adapters are on the device, and asks for the others. One without a
+        free adapter slot is `passed`, or blocks all later ones."""
         adapters = self._requests.adapters
         kept = {sequence.adapter for sequence in self._requests.running}  # their slots are not free
         for sequence in candidates:

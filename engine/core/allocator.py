@@ -1,7 +1,7 @@
-"""Pages of sequences: allocation, prefix hits, and what plans report of them.
+"""Allocates pages, attaches cached prefixes, and writes both into plans.
 
-Pages freed during step n are reused in a later plan. Ranks run plans in order on one stream, so
-late writes of step n precede the new owner's.
+Pages freed in step n are reused in a later plan. Ranks run plans in order on one stream, so late
+writes of step n precede the new owner's.
 """
 
 import bisect
@@ -21,7 +21,7 @@ _UNSALTED = root_key("")
 
 
 class Allocator:
-    """`pages`: each group's pages, null page included. `caches`: prefixes are kept for others."""
+    """`pages`: of each group, null page included. `caches`: keep prefixes."""
 
     def __init__(
         self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], *, caches: bool, events: CacheEvents | None = None
@@ -34,17 +34,16 @@ class Allocator:
         self.cache = PrefixCache(self._full, self.pools[0], events)
 
     def holds_span(self, length: int) -> bool:
-        """Whether empty pools have the pages of a chunk of `length` tokens, wherever it begins, in the groups that compute them at
-        once."""
+        """Whether the empty pools of groups with bidirectional attention hold any chunk of `length`
+        tokens."""
         return all(pool.group.span_pages(length) <= pool.total for pool in self.pools if pool.group.bidirectional)
 
     def fitting(self, sequence: Sequence, count: int, headroom: int = 0) -> int:
-        """How many of the next `count` positions fit, with `headroom` pages left over."""
+        """How many of the next `count` positions fit, leaving `headroom` pages."""
         pages = max(0, min(pool.available for pool in self.pools) - headroom)
         return min(count, sequence.pages.held + pages * self.page - sequence.planned)
 
     def hold(self, sequence: Sequence, end: int, plan: StepPlan) -> None:
-        """Allocate the pages for positions up to `end`."""
         count = max(0, -(-(end - sequence.pages.held) // self.page))
         sequence.pages.held += count * self.page
         for run in sequence.pages.runs:
@@ -65,7 +64,7 @@ class Allocator:
             self._append(sequence, run, run.pages, plan)
 
     def release(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Free the pages that no position from the start of `committed`'s page on can see."""
+        """Free the pages that no position from the start of `committed`'s page on sees."""
         for run in sequence.pages.runs:
             pool, first = run.pool, run.first
             dropped = run.drop_before(first_page(pool.group, sequence.committed))
@@ -75,10 +74,7 @@ class Allocator:
         sequence.pages.release_at = (sequence.committed // self.page + 1) * self.page
 
     def give_all(self, sequence: Sequence) -> None:
-        """Free every page of a sequence that leaves its slot.
-
-        Values that its dropped rows write beyond `committed` may not be finite.
-        """
+        """Free all its pages. Dropped rows may have written non-finite values beyond `committed`."""
         if sequence.pages.not_finite:
             self.cache.discard(self._keys(sequence, sequence.committed // self.page))
         for run in sequence.pages.runs:
@@ -96,11 +92,10 @@ class Allocator:
     # -- prefixes
 
     def find(self, sequence: Sequence) -> Hit:
-        """The cached prefix for a waiting sequence, looked up again when the cache may have
-        changed.
+        """The cached prefix for a waiting sequence, looked up again if the cache has changed.
 
-        The first call hashes the prompt when it is queued: at admission several would delay a step.
-        A hit ends inside no span, since equal keys mean equal spans.
+        The first call, at queueing, hashes the prompt: at admission that would delay a step. No hit
+        ends inside a span, since equal keys mean equal spans.
         """
         if not self._caches:
             return self.cache.find([])
@@ -116,8 +111,6 @@ class Allocator:
         return pages
 
     def attach(self, sequence: Sequence, hit: Hit, plan: StepPlan) -> None:
-        """Share the pages of a hit with an admitted sequence, and note where it leaves tails for
-        others."""
         self.cache.use(sequence.pages.keys, hit)
         for run in sequence.pages.runs:
             run.pages = list(hit.full if run.pool is self._full else hit.tail)
@@ -135,11 +128,8 @@ class Allocator:
 
     def being_computed(self, sequence: Sequence, hit: Hit, prefills: Iterable[Sequence], gain: int) -> bool:
         """Whether a running prefill will compute at least `gain` more tokens of this prompt than
-        the hit has.
-
-        It leaves a tail where the prompts part, so a burst with one system prompt costs one
-        prefill.
-        """
+        the hit has. It will leave a tail there: a burst with one system prompt costs one
+        prefill."""
         for other in prefills:
             equal = equal_keys(sequence.pages.keys, other.pages.keys)
             shared = self._uncut_pages(sequence, min(equal, sequence.reusable // self.page))
@@ -179,16 +169,14 @@ class Allocator:
 
 
 def first_page(group: KVGroup, committed: int) -> int:
-    """The first table index that a sequence with `committed` computed positions holds.
-
-    The window counts from the start of `committed`'s page, so whole pages can be shared.
-    """
+    """The first table index held. The window starts at `committed`'s page, so that whole pages can
+    be shared."""
     return group.pages_for(committed - committed % group.page, committed + 1).start
 
 
 def turn_ends(sequence: Sequence, page: int) -> set[int]:
-    """Page counts up to which others may share the prompt: the ends of its first turn (the system
-    prompt) and of its last-but-one, by stop ids."""
+    """Page counts at the ends of the prompt's first turn (the system prompt) and of its last but
+    one."""
     tokens = np.frombuffer(sequence.tokens, np.int32, sequence.prompt)
     ends = np.flatnonzero(np.isin(tokens, tuple(sequence.params.stop_ids))) + 1
     return {int(ends[0]) // page, int(ends[-2]) // page} if len(ends) > 1 else set()

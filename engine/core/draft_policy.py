@@ -1,8 +1,5 @@
-"""Chooses the draft length of a step: the one with the fewest milliseconds a token, from measured
-times and acceptance.
-
-The rules are in engine/core/README.md.
-"""
+"""Chooses the draft length with the fewest milliseconds per token, from measured times and
+acceptance. The rules are in engine/core/README.md."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -26,7 +23,7 @@ DISCOUNT = 0.9  # of what drafts promise before any was verified
 
 
 class RowTimes:
-    """Times of steps with one padded number of rows. Lists are by option."""
+    """Step times at one padded number of rows. Lists are by option."""
 
     def __init__(self, expected: list[float], chosen: int) -> None:
         self.expected = expected  # ms of a step, by the times at boot
@@ -60,8 +57,7 @@ class RowTimes:
         return sum(map(len, self.samples)) >= MEASURED
 
     def times(self) -> np.ndarray:
-        """Mean ms of a step for each option; an unused option keeps its ratio at boot to the chosen
-        one."""
+        """Mean ms per option. An unmeasured option keeps its difference at boot to the chosen one."""
         alone, mixed = self.ms
         shift = np.array(self.expected) - self.expected[self.chosen]
         alone = np.where(alone > 0, alone, (alone[self.chosen] or self.expected[self.chosen]) + shift)
@@ -72,8 +68,8 @@ class RowTimes:
 
 
 class DraftPolicy:
-    """`options` are ascending. `sizes`: padded rows. `times`: (rows, ms) of each option, empty if
-    unknown."""
+    """`options`: draft lengths, ascending. `sizes`: padded rows. `times`: (rows, ms) per option,
+    empty if unknown."""
 
     def __init__(self, options: Sequence[int], sizes: Sequence[int], times: Sequence[Points], token_ms: float = 0.0) -> None:
         self._options, self._sizes = options, sizes
@@ -98,8 +94,8 @@ class DraftPolicy:
         return list(map(DraftPosition, range(len(self._right)), _at_least(self._verified), _at_least(self._right)))
 
     def choose(self, rows: int) -> tuple[int, int]:
-        """(drafts, index in `sizes`). A recent larger row count still counts, so the length does
-        not flip between two sizes."""
+        """(drafts, index in `sizes`). A larger size holds for REVIEW_INTERVAL steps, so that the
+        length does not flip."""
         if len(self._options) > 1:
             size = bisect_left(self._sizes, rows)
             self._fewer = self._fewer + 1 if size < self._size else 0
@@ -126,7 +122,7 @@ class DraftPolicy:
             self._review(rows)
 
     def _rows(self, size: int) -> RowTimes:
-        """Before a measurement, the length in use is the best by the times at boot."""
+        """Until MEASURED steps, the chosen length is the best by the times at boot."""
         rows = self._by_rows.get(size)
         if rows is None or rows.steps < MEASURED:
             count = self._sizes[size]  # the last of the times at boot is of its whole bucket
@@ -140,7 +136,6 @@ class DraftPolicy:
         return rows
 
     def _review(self, rows: RowTimes) -> None:
-        """Replace the length by a better one."""
         rates = self._rates(rows.drafting, rows.times())
         best = int(rates.argmax())
         if not self._options[rows.chosen]:
@@ -160,7 +155,7 @@ class DraftPolicy:
 
     @property
     def tokens(self) -> list[float]:
-        """Mean tokens of a sequence in a step with 0, 1, ... drafts."""
+        """Mean tokens of a sequence's step with 0, 1, ... drafts."""
         return self._tokens(1.0)
 
     def _tokens(self, drafting: float) -> list[float]:
@@ -175,7 +170,7 @@ class DraftPolicy:
         return tokens
 
     def _remember(self) -> None:
-        """Add the new rows and decay the old ones, more slowly if no row had a draft."""
+        """Add new rows and decay old ones, more slowly without drafts."""
         new = np.array((self._verified, self._right)) - self._read
         self._read += new
         window = ACCEPTANCE_WINDOW

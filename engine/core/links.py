@@ -1,5 +1,4 @@
-"""The core's links: rings to and from the ranks, the front's socket, and media that arrive through
-it."""
+"""The core's links: rings to and from the ranks, and the front's socket, which also carries media."""
 
 import select
 import socket
@@ -26,7 +25,7 @@ MAX_UNSENT_BYTES = 64 << 20  # unread answers, above which the front counts as h
 
 
 class RingExecutor:
-    """Sends plans to all ranks; results come from rank 0 in the same order."""
+    """Sends plans to all ranks; reads rank 0's results, in the same order."""
 
     def __init__(self, args: BootArgs) -> None:
         waiter = Waiter(args.spin)
@@ -41,7 +40,7 @@ class RingExecutor:
             write_media(self._media, plan.media)
 
     def submit_masks(self, masks: bytes) -> None:
-        """Send the masks of a `masked` plan, before or after the plan, in the order of plans."""
+        """Send the masks of a `masked` plan, before or after it, in plan order."""
         self._masks.write(self._masks.step + 1, masks)
 
     def poll(self) -> StepResult | None:
@@ -50,8 +49,8 @@ class RingExecutor:
 
 
 class FrontLink:
-    """Whole messages in, buffered frames out, never blocking. ConnectionError when the front has
-    closed the socket or left answers unread."""
+    """Reads whole messages and buffers sends; never blocks. ConnectionError if the front closed the
+    socket, BufferError if it stopped reading."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -60,7 +59,7 @@ class FrontLink:
         self._unsent = bytearray()
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """Received messages. Waits for messages, for room to send, or for `timeout_s`."""
+        """Returns messages; waits for input, room for unsent data, or `timeout_s`."""
         readable, writable, _ = select.select([self._sock], [self._sock] if self._unsent else [], [], timeout_s)
         if writable:
             self.flush()
@@ -72,8 +71,6 @@ class FrontLink:
         return self._frames.feed(data)
 
     def send(self, batch: TokenBatch) -> None:
-        """Queue a batch and send what the socket takes. BufferError if the front has stopped
-        reading."""
         self._unsent += frame(encode_message(batch))
         self.flush()
         if len(self._unsent) > MAX_UNSENT_BYTES:
@@ -89,8 +86,8 @@ class FrontLink:
 
 
 class ReceivedMedia:
-    """Assembles media data, which arrive in pieces before their requests. A prompt's choices share
-    the items."""
+    """Assembles media data, which arrive in pieces before their requests. The choices of a prompt
+    share them."""
 
     def __init__(self) -> None:
         self._pieces = list[bytes]()
@@ -104,7 +101,6 @@ class ReceivedMedia:
             self._pieces.clear()
 
     def complete(self, request: GenerateRequest) -> GenerateRequest:
-        """The request with the data of its media."""
         if not request.sent_media:
             return request
         if request.sent_media not in self._items:
@@ -115,6 +111,6 @@ class ReceivedMedia:
         return replace(request, media=self._items[request.sent_media])
 
     def end(self, end: MediaEnd) -> None:
-        """Drop data that no further request needs. If a request was unreadable, there may be none."""
+        """Drop data that no further request needs, if any is left."""
         self._data.pop(end.id, None)
         self._items.pop(end.id, None)

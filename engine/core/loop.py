@@ -1,9 +1,8 @@
-"""The core process: messages in, plans out, results in, tokens out. `python -m engine.core.loop
-'<BootArgs>'`.
+"""The core process, `python -m engine.core.loop '<BootArgs>'`.
 
-At most two plans are out: one running, one queued. It polls while plans are out or threads make
-masks, and otherwise sleeps in `select` on the front socket. An exception ends the group, except one
-from reading a message.
+At most two plans are in flight: one running, one queued. It polls while plans are in flight or
+threads make masks, else it sleeps on the front's socket. An exception ends the group, except for a
+message that cannot be decoded.
 """
 
 import gc
@@ -63,8 +62,6 @@ class Intake:
 
 
 class Core:
-    """The loop around the scheduler."""
-
     def __init__(
         self,
         scheduler: Scheduler,
@@ -91,7 +88,6 @@ class Core:
         self._idle = True  # nothing to do until the front sends something
 
     def run(self) -> None:
-        """Serve until the front says stop, then send the ranks a stop plan."""
         while not self._stopping:
             committed = self._commit()
             planned = self._plan()  # before the front is sent to and read from: ranks wait for plans
@@ -109,8 +105,7 @@ class Core:
         self._executor.submit(StepPlan(step=self._scheduler.planned + 1, stop=True))
 
     def _read(self) -> bool:
-        """Handle the front's messages; when idle, sleep on its socket. Returns whether a message
-        came."""
+        """Returns whether a message came; when idle, sleeps on the socket."""
         if not self._unread:
             self._unread.extend(self._link.receive(1.0 if self._idle else 0))
         size = 0
@@ -152,7 +147,6 @@ class Core:
                 adapters.remove(change.id)
 
     def _plan(self) -> bool:
-        """Keep one step running and one queued."""
         planned = False
         if self._masks.making:
             self._advance_masks()
@@ -169,7 +163,6 @@ class Core:
         return planned
 
     def _commit(self) -> bool:
-        """Commit every result that has come."""
         committed = False
         while (result := self._executor.poll()) is not None:
             self._scheduler.commit(result)
@@ -179,7 +172,7 @@ class Core:
         return committed
 
     def _advance_masks(self) -> None:
-        """Ranks wait for the masks of a step that they have started."""
+        """Ranks wait for the masks of a step they have started."""
         self._masks.advance()
         self._send_masks()
 
@@ -193,7 +186,6 @@ class Core:
         self._lifeline.status.progress(self._lifeline.args.index, planned, committed, time.monotonic_ns(), 0)
 
     def _send(self) -> None:
-        """Send one TokenBatch for this turn."""
         outputs = self._requests.drain()
         started = self._requests.drain_started()
         orders = self._requests.adapter_orders()
@@ -223,8 +215,6 @@ class StepLog:
 
 
 class _Identified(msgspec.Struct):
-    """Any message of a request."""
-
     id: int
 
 
@@ -233,15 +223,14 @@ def make_scheduler(config: EngineConfig, pages: tuple[int, ...], times: StepTime
 
 
 def collect_rarely() -> None:
-    """Freeze existing objects and collect the rest rarely: a collection over every sequence and
-    prefix would delay all streams."""
+    """A collection over every sequence and prefix would delay all streams."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
 
 
 def read_vocabulary(config: EngineConfig) -> Vocabulary | None:
-    """The vocabulary for grammars; None without a tokenizer or a stop token."""
+    """None without a tokenizer or stop token: grammars are refused."""
     try:
         return Vocabulary.read(Path(config.model))
     except CheckpointError as error:

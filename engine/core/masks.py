@@ -1,4 +1,4 @@
-"""Token masks of requests with a grammar or a thinking budget, made after each of their tokens.
+"""Token masks of requests with a grammar or a thinking budget.
 
     step n's tokens committed --> consumed --> masks of step n + 1, whose forward runs meanwhile --> sent, all of a step at once
 
@@ -32,7 +32,7 @@ GRAMMARS = 64  # compiled grammars that are kept for requests to come
 
 
 class ThoughtLimit:
-    r"""The thinking budget of a reply. Call `read` with every committed token, in order.
+    r"""The thinking budget of a reply. `read` takes every committed token, in order.
 
         <|channel> thought \n  So  the  sum  is  <channel|>
                    label         1   2    3    4   the token that must come with a budget of 4
@@ -47,12 +47,11 @@ class ThoughtLimit:
 
     @property
     def ends_at(self) -> int | None:
-        """Index of the token that must end the open thought at the latest, or None."""
+        """Latest index of the token that ends the open thought, if one is open."""
         return None if self._label is None else self._length + self._label + self._left
 
     @property
     def must_end(self) -> bool:
-        """The budget is used up."""
         return self.ends_at == self._length
 
     def read(self, tokens: Iterable[int]) -> None:
@@ -70,17 +69,14 @@ class ThoughtLimit:
 
 @dataclass(eq=False)
 class MaskState:
-    """All of the masks of a request with a grammar, or with a thinking budget. Its sequence learns what they mean for its rows by
-    `Sequence.set_masks`.
+    """A request's masks; `_tell` reports them to its sequence.
 
     masked    its tokens need masks
-    compiled  a matcher at the grammar's start, which others may share, and its first mask; None: no thread has it yet
-    limit     of its thoughts
-    ending    no grammar holds now: it is masked because its thought may have to end
-    matcher   of the grammar that holds now; None: none does
-    read      tokens of the sequence, prompt included, that were read
+    compiled  the matcher at the grammar's start, shared with other requests, and its first mask; None until a thread begins
+    ending    masked only because the thought may have to end
+    matcher   of the grammar in force, or None
+    read      tokens read so far, prompt included
     masks     int32 [n, words] for the tokens from index `length` on
-    slow      tokens for which its masks still count as slow;   making: the slow mask that a thread makes
     """
 
     sequence: Sequence
@@ -98,18 +94,15 @@ class MaskState:
 
     @property
     def grammar(self) -> str:
-        """The text of its grammar; empty: it has none."""
         grammar = self.sequence.params.grammar
         return "" if grammar is None else grammar.text
 
     @property
     def needs_grammar(self) -> bool:
-        """It waits for a thread to begin with its grammar."""
         return self.compiled is None and self.sequence.params.grammar is not None
 
     @property
     def constrained(self) -> bool:
-        """Its next token is one of its grammar."""
         return self.masked and not self.ending
 
     @property
@@ -118,8 +111,7 @@ class MaskState:
         return self.ending or not self.slow
 
     def constrain(self, length: int) -> None:
-        """If a row in flight gives the token at index `length`, drop the rows in flight and
-        recompute them."""
+        """If a row in flight gives the token at index `length`, all rows in flight are recomputed."""
         self.masked = True
         self._tell(waits=not self.ending, first=length)
 
@@ -128,13 +120,12 @@ class MaskState:
         self._tell(waits=False)
 
     def _tell(self, *, waits: bool, first: int | None = None) -> None:
-        """Update the sequence. Rows have no drafts while a thought may have to end, or masks are
-        slow."""
+        """No drafts while a thought may have to end, or masks are slow."""
         may_draft = not (self.masked and (self.ending or self.slow > 0))
         self.sequence.set_masks(masked=self.masked, waits=waits, may_draft=may_draft, first=first)
 
     def consume(self, tokens: "array[int]") -> "array[int]":
-        """Feed tokens to the grammar; returns the free tokens after its end."""
+        """Feed the grammar; returns the free tokens after its end."""
         matcher = present(self.matcher)
         for count, token in enumerate(tokens, 1):
             matcher.consume(token)
@@ -159,12 +150,11 @@ class MaskedRow(NamedTuple):
 
     @property
     def length(self) -> int:
-        """An upper bound while earlier rows are in flight."""
         return self.most - self.state.sequence.drafts.rejected
 
     @property
     def unmasked(self) -> bool:
-        """It needs no mask: it is stale, the grammar is complete, or the thought need not end yet."""
+        """The row is stale, the grammar is complete, or the thought need not end yet."""
         state, sequence = self.state, self.state.sequence
         if sequence.number != self.number or not sequence.masked:
             return True
@@ -176,7 +166,7 @@ class MaskedRow(NamedTuple):
 
     @property
     def masks(self) -> np.ndarray:
-        """The row's masks in the format of `engine.step_masks`."""
+        """int32 [width, words]; a missing last mask is zeros."""
         masks = present(self.state.masks)[: self.width]
         return masks if len(masks) == self.width else np.concatenate([masks, np.zeros_like(masks[:1])])
 
@@ -187,9 +177,9 @@ def present(value: T | None) -> T:
 
 
 class GrammarCompiler:
-    """Compiles grammars in threads of its own, each once for all requests that have it while it is among the last GRAMMARS used.
+    """Compiles grammars in threads, each once for all requests; keeps the last GRAMMARS used.
 
-    Clients take turns: a free thread gets the first waiting grammar of the client whose last compilation began longest ago.
+    Clients take turns: the client whose last compilation began longest ago is next.
     """
 
     def __init__(self, vocabulary: Vocabulary | None) -> None:
@@ -202,7 +192,8 @@ class GrammarCompiler:
         self._begun = 0
 
     def begin(self, states: Iterable[MaskState]) -> None:
-        """Give requests the grammars that are known, and free threads the next ones. `states`: of all open requests."""
+        """Give requests known grammars, and free threads the next ones. `states`: all open
+        requests."""
         waiting = [state for state in states if state.needs_grammar and not self._find(state)]
         self._running = [compiled for compiled in self._running if not compiled.done()]
         while waiting and len(self._running) < self._most:
@@ -213,19 +204,17 @@ class GrammarCompiler:
             waiting = [state for state in waiting if not self._find(state)]
 
     def keep_turns(self, states: Iterable[MaskState]) -> None:
-        """Forget the turns of clients that have no open request any more."""
         clients = {state.sequence.client for state in states}
         self._turns = {client: turn for client, turn in self._turns.items() if client in clients}
 
     def forget(self, compiled: Compiled | None) -> None:
-        """Have this grammar compiled anew for requests to come: matchers share what they have made of it."""
+        """Later requests compile it anew, since matchers share its compiled state."""
         self._grammars = OrderedDict(item for item in self._grammars.items() if item[1] is not compiled)
 
     def _place(self, state: MaskState) -> tuple[int, tuple[int, int]]:
         return self._turns.get(state.sequence.client, 0), state.sequence.precedence
 
     def _find(self, state: MaskState) -> bool:
-        """Give the request its grammar, if that is compiled or being compiled."""
         state.compiled = self._grammars.get(state.grammar)
         if state.compiled is None:
             return False
@@ -240,14 +229,15 @@ class GrammarCompiler:
         self._running.append(self._grammars[grammar])
 
     def _compiled(self, grammar: str) -> tuple[Matcher, np.ndarray]:
-        """Compile in a thread: a matcher at the grammar's beginning, and its mask there. GenerationFailed if that is impossible."""
+        """In a thread: a matcher at the grammar's start, and its mask. GenerationFailed if
+        impossible."""
         matcher = present(self._vocabulary).matcher(grammar)
         return matcher, matcher.mask()
 
 
 class Masks:
-    """The masks of requests. `vocabulary` None: the checkpoint has none, and grammars are refused; `widest` as of EngineConfig.
-    Threads make slow masks."""
+    """`vocabulary` None: grammars are refused. `widest`: as in EngineConfig. Threads make slow
+    masks."""
 
     def __init__(self, requests: Requests, vocabulary: Vocabulary | None, widest: int) -> None:
         self._requests, self._widest = requests, widest
@@ -268,7 +258,6 @@ class Masks:
         return self._vocabulary is not None
 
     def add(self, sequence: Sequence) -> None:
-        """Make masks for a new sequence if it needs them; its grammar starts to compile."""
         grammar = sequence.params.grammar
         thought = sequence.params.thought
         if grammar is None and thought is None:
@@ -308,13 +297,13 @@ class Masks:
         self._planned.append((plan.step, rows))
 
     def due(self) -> Iterator[bytes]:
-        """The masks of planned steps, in order, up to the first step that lacks one."""
+        """The masks of planned steps, in order, up to the first that lacks one."""
         while self._planned and all(row.ready for row in self._planned[0][1]):
             step, rows = self._planned.popleft()
             yield self._encoded(step, {row.state.sequence.slot: row.masks for row in rows if not row.unmasked})
 
     def discard(self) -> Iterator[bytes]:
-        """Empty records for the planned steps, so that ranks can finish them."""
+        """Empty records, so that ranks can finish the planned steps."""
         while self._planned:
             yield self._encoded(self._planned.popleft()[0], {})
 
@@ -322,7 +311,7 @@ class Masks:
         return encode_masks(step, masks, mask_words(self._size))
 
     def _read_tokens(self, state: MaskState) -> bool:
-        """Read a sequence's new tokens; returns whether it needs a mask now."""
+        """Returns whether the sequence needs a mask now."""
         making, sequence = state.making, state.sequence
         if making is not None and not making.done():
             return False
@@ -356,8 +345,7 @@ class Masks:
         return not state.slow
 
     def _read_free_tokens(self, state: MaskState, tokens: "array[int]") -> None:
-        """Outside a grammar: if the last token is the trigger, the grammar starts with the next
-        `advance`."""
+        """Outside a grammar: the trigger, as the last token, starts it with the next `advance`."""
         if state.trigger in tokens:
             assert tokens[-1] == state.trigger, (tokens, state.trigger)
             state.ending = False
@@ -385,7 +373,6 @@ class Masks:
             self._set_masks(state, bits[None])
 
     def _fail(self, state: MaskState, error: GenerationFailed) -> None:
-        """Ends its request."""
         self._compiler.forget(state.compiled)
         self._requests.fail(state.sequence, str(error))
 
@@ -405,8 +392,8 @@ class Masks:
         self._set_masks(state, masks)
 
     def _set_masks(self, state: MaskState, masks: np.ndarray) -> None:
-        """Masks are int32 [n, words] from the next unread token on. A used-up budget allows only
-        the end marker."""
+        """`masks`: int32 [n, words] from the next unread token on. A used-up budget allows only the
+        end marker."""
         if state.limit is not None:
             limit, masks = copy(state.limit), masks.copy()
             for index, bits in enumerate(masks):

@@ -2,7 +2,7 @@
 
     free   unused
     held   by one sequence or several
-    idle   only in the prefix cache, which gives it up when a sequence needs a page
+    idle   only in the prefix cache, which evicts it when a sequence needs a page
 
 Page 0 is the null page: it is never allocated, and every unused table entry names it.
 """
@@ -32,7 +32,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Free pages, and those that the prefix cache would give up."""
+        """Pages free, or idle in the prefix cache."""
         return self.free + self.idle
 
     @property
@@ -42,7 +42,7 @@ class PagePool:
     # -- sequences
 
     def take(self, count: int) -> list[int]:
-        """Allocate `count` free pages; the caller has checked `free`."""
+        """Allocate `count` pages; the caller has checked `free`."""
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self.holders[page] = 1
@@ -56,7 +56,7 @@ class PagePool:
             self.holders[page] += 1
 
     def give(self, pages: Iterable[int]) -> None:
-        """Remove a holder from each page; without holders it is idle if cached, else free."""
+        """Remove a holder from each page; the last leaves it idle if cached, else free."""
         for page in pages:
             assert self.holders[page] > 0, page
             self.holders[page] -= 1
@@ -69,13 +69,12 @@ class PagePool:
     # -- the prefix cache
 
     def keep(self, pages: Iterable[int]) -> None:
-        """Count each page as cached once more."""
         for page in pages:
             assert self.holders[page] or self._cached[page], page
             self._cached[page] += 1
 
     def drop(self, pages: Iterable[int]) -> int:
-        """Count each page as cached once less; returns how many became free."""
+        """Returns how many became free."""
         before = len(self._free)
         for page in pages:
             assert self._cached[page] > 0, page
@@ -91,14 +90,14 @@ class PagePool:
     # -- pages that may hold NaN
 
     def take_not_finite(self, pages: Iterable[int]) -> list[int]:
-        """Those of these pages that must be zeroed before use; they count as clean from now on."""
+        """Those pages that must be zeroed before use; they then count as clean."""
         dirty = [page for page in pages if page in self.not_finite]
         self.not_finite.difference_update(dirty)
         return dirty
 
 
 class PageRun:
-    """The pages of one pool that a sequence holds: table entries [first, first + len(pages))."""
+    """A sequence's pages of one pool: table entries [first, first + len(pages))."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool

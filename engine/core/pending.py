@@ -1,9 +1,9 @@
-"""Transfers that run concurrently with steps, and the sequences that wait for them.
+"""Transfers that run concurrently with steps, and the sequences that wait for them. A transfer is
+one plan's encodes.
 
     begin --> id ... a result reports `ended` --> end(id) --> release: the waiting sequences continue
 
-A transfer is one plan's encodes. Ids are consecutive and end in order, so one number tells which
-have ended.
+Ids are consecutive and end in order: one number tells which have ended.
 """
 
 from engine.core.sequence import Sequence
@@ -31,12 +31,11 @@ class PendingTransfers:
         self.ended = max(self.ended, transfer)
 
     def wait(self, sequence: Sequence, transfer: int) -> None:
-        """Let a sequence wait for this transfer; if it has ended, until the next `release`."""
+        """Wait for this transfer; if it has ended, until the next `release`."""
         self._waiting[sequence] = transfer
         sequence.waits.add("transfer")
 
     def release(self) -> None:
-        """Continue the sequences whose transfers have ended."""
         for sequence in [sequence for sequence, transfer in self._waiting.items() if transfer <= self.ended]:
             self.forget(sequence)
 

@@ -5,8 +5,8 @@
       prompt      +-- B                                                           only the window before it
 
 A page's key is sha256(key of the page before, its token ids, its media items), so equal keys mean
-equal prefixes. A sequence can start where a segment ends with a tail. engine/README.md tells
-where tails are left, engine/core/README.md what is evicted.
+equal prefixes. A sequence can start where a segment ends with a tail. engine/README.md tells where
+tails are left, engine/core/README.md what is evicted.
 """
 
 import random
@@ -29,7 +29,7 @@ SPARED = 0.5
 
 
 def root_key(salt: str, adapter: int = NO_ADAPTER) -> bytes:
-    """The key before the first page. Requests share pages only with equal salt and adapter."""
+    """The key before the first page; requests share pages only with equal salt and adapter."""
     return sha256(b"quartet prefix 3\0" + struct.pack("<i", adapter) + salt.encode()).digest()
 
 
@@ -67,11 +67,10 @@ class Segment(msgspec.Struct, eq=False):
 
     @property
     def end(self) -> int:
-        """Pages from the root to its end."""
         return self.start + len(self.keys)
 
     def path(self) -> "Iterator[Segment]":
-        """The segment and its ancestors, without the root."""
+        """The segment and its ancestors without the root."""
         segment = self
         while segment.parent is not segment:
             yield segment
@@ -87,14 +86,14 @@ class Segment(msgspec.Struct, eq=False):
 
 
 def equal_keys(keys: list[bytes], others: list[bytes], offset: int = 0) -> int:
-    """How many leading `keys` equal `others` from `offset` on; by bisection, since equal keys mean
-    equal prefixes."""
+    """How many leading `keys` equal `others` from `offset` on. Bisects, since equal keys mean equal
+    prefixes."""
     most = min(len(keys), len(others) - offset)
     return bisect_left(range(most), True, key=lambda index: keys[index] != others[offset + index])
 
 
 class PrefixCache:
-    """Segments of both pools, which are one pool for a model without sliding layers."""
+    """Segments of both pools, which are one without sliding layers."""
 
     def __init__(self, full: PagePool, sliding: PagePool, events: CacheEvents | None = None) -> None:
         self.evicted_pages = 0
@@ -121,7 +120,7 @@ class PrefixCache:
         return Hit(last.end, full, last.tail, known, self.version)
 
     def _walk(self, keys: list[bytes]) -> tuple[Segment, int]:
-        """(the last segment wholly on the path of `keys`, full pages known of that path)."""
+        """(last segment wholly on the path of `keys`, known full pages of that path)."""
         segment = self._root
         while segment.end < len(keys):
             child = segment.children.get(keys[segment.end])
@@ -147,8 +146,8 @@ class PrefixCache:
     def insert(self, keys: list[bytes], full: list[int], tail: list[int], *, supersedes: bool = False) -> tuple[int, bool]:
         """Cache the prefix of all `keys`: a full page each, and the sliding pages before its end.
 
-        Returns how many full pages were cached before, and whether the tail was new. `supersedes`:
-        earlier tails of this conversation are evicted first.
+        Returns (full pages cached before, whether the tail was new). `supersedes`: evict earlier
+        tails of this conversation first.
         """
         segment, known = self._grow(keys, full)
         new_tail = segment.tail is None
@@ -163,7 +162,7 @@ class PrefixCache:
         return known, new_tail
 
     def _grow(self, keys: list[bytes], full: list[int]) -> tuple[Segment, int]:
-        """Returns the segment that ends where `keys` do, and how many pages were known."""
+        """(segment that ends where `keys` do, pages known before)."""
         segment, known = self._walk(keys)
         if segment.end < known:
             segment = self._split(segment.children[keys[segment.end]], known - segment.end)
@@ -197,8 +196,7 @@ class PrefixCache:
     # -- evict
 
     def make_free(self, pool: PagePool, count: int) -> None:
-        """Evict segments or tails with an idle page in `pool` until `count` of its pages are free.
-        The caller has checked `available`."""
+        """Evict until `count` pages of `pool` are free. The caller has checked `available`."""
         while pool.free < count:
             if pool is self._full:
                 self._remove_subtree(self._oldest(self._order, lambda candidate: pool.idle_in(candidate.pages), self._touch))
@@ -208,11 +206,8 @@ class PrefixCache:
                 self._prune(segment)
 
     def discard(self, keys: list[bytes]) -> None:
-        """Remove the last segment on the path of `keys` and its descendants: values computed after
-        it were not finite.
-
-        Ancestors stay; if one is at fault, the next failure removes it.
-        """
+        """Remove the last segment on the path and its descendants: values after it were not finite.
+        If an ancestor is at fault, the next failure removes it."""
         segment, _ = self._walk(keys)
         if segment is not self._root:
             self._remove_subtree(segment)
@@ -220,8 +215,7 @@ class PrefixCache:
     def _oldest(
         self, order: "OrderedDict[Segment, None]", idle: Callable[[Segment], int], renew: Callable[[Segment], None]
     ) -> Segment:
-        """The least recently used with an idle page that is not spared. Skipped ones become the
-        newest."""
+        """The least recently used with an idle page that is not spared. Skipped ones become newest."""
         for _ in range(2 * len(order)):
             segment = next(iter(order))
             if idle(segment) and (segment.children or self._random.random() >= SPARED):
@@ -230,7 +224,7 @@ class PrefixCache:
         return next(segment for segment in order if idle(segment))
 
     def _prune(self, segment: Segment) -> None:
-        """Remove a segment that leads to no tail, and ancestors left without one."""
+        """Remove a segment that leads to no tail, and such ancestors."""
         while segment is not self._root and not segment.children and segment.tail is None:
             self._remove(segment)
             segment = segment.parent

@@ -1,4 +1,4 @@
-"""The open requests: the queue, the slots, how each ends, and the outputs for the front.
+"""The open requests: queue, slots, ends, and outputs for the front.
 
 received = finished + refused + aborted + failed + (waiting + running), always.
 """
@@ -31,7 +31,7 @@ MEDIA_LOST = "the request was preempted, and there was no room to keep its media
 
 
 class Requests:
-    """`waiting` and `running` are in order of precedence. longest: most tokens of one sequence in
+    """`waiting` and `running` are in order of precedence. `longest`: most tokens of one sequence in
     the pools."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Requests:
     # -- queue and slots
 
     def add(self, request: GenerateRequest) -> Sequence | None:
-        """Queue a request; None if it was refused because it can never run here."""
+        """Queue a request; None if refused because it can never run here."""
         try:
             if len(request.prompt) % 4:
                 raise InvalidRequest(f"the prompt could not be read: {len(request.prompt)} bytes are no int32 numbers")
@@ -90,7 +90,7 @@ class Requests:
         return sequence
 
     def _limit(self, request: GenerateRequest, prompt: int) -> int:
-        """The length at which the request ends. InvalidRequest if it can never run here."""
+        """The length at which it ends. InvalidRequest if it can never run here."""
         params = request.params
         if not self.adapters.is_served(request.adapter):
             raise InvalidRequest("the adapter was unloaded", code="model_not_found")
@@ -109,8 +109,7 @@ class Requests:
         return min(limit, self._longest)
 
     def _check_media(self, media: tuple[MediaItem, ...], prompt: int) -> None:
-        """InvalidRequest unless the model takes the items, in order in the prompt, with their spans
-        inside."""
+        """InvalidRequest unless the model takes the items, in order, with their spans inside."""
         end = 0
         for item in media:
             if (encoder := self.encoders.get(item.kind)) is None:
@@ -129,7 +128,6 @@ class Requests:
             end = item.end
 
     def _spans(self, media: tuple[MediaItem, ...]) -> list[tuple[int, int]]:
-        """Spans with bidirectional attention."""
         bidirectional = any(pool.group.bidirectional for pool in self.allocator.pools)
         return [span for item in media for span in item.spans] if bidirectional else []
 
@@ -144,8 +142,7 @@ class Requests:
         sequence.number = self._admissions
 
     def preempt(self, sequence: Sequence) -> None:
-        """Requeue it for lack of pages. Its tokens stay; those not in the prefix cache are computed
-        again."""
+        """Requeue it for lack of pages. Tokens not in the prefix cache are recomputed."""
         self.counters.preemptions += 1
         self._vacate(sequence)
         self._enqueue(sequence)
@@ -166,8 +163,9 @@ class Requests:
     # -- media
 
     def note_computed(self, sequence: Sequence) -> None:
-        """Drop media whose rows are computed. Up to KEPT_MEDIA_BYTES are kept for sequences that may be preempted: first
-        those that are, then the youngest. One that lacks them then ends in an error (`Admissions`)."""
+        """Drop media whose rows are computed, beyond KEPT_MEDIA_BYTES kept in case of preemption:
+        first of preempted sequences, then of the youngest. A sequence that lacks them fails at
+        readmission."""
         sequence.media.note_computed(sequence.committed)
         kept = 0
         for other in chain(self.waiting, reversed(self.running)):
@@ -184,7 +182,7 @@ class Requests:
         self.outputs.append(Output(request, finish=FinishReason.error, error=reason, invalid=True, code=code))
 
     def abort(self, request: int, reason: AbortReason) -> None:
-        """End a request at any stage; unknown ids are ignored. A stop string is a success."""
+        """Unknown ids are ignored; a stop string is a success."""
         sequence = self.unfinished.get(request)
         if sequence is not None:
             success = reason is AbortReason.stop_string
@@ -195,7 +193,6 @@ class Requests:
         self.end(sequence, Output(sequence.id, finish=FinishReason.error, error=error, invalid=invalid))
 
     def lose_media(self, sequence: Sequence) -> None:
-        """End a request that needs media which were dropped."""
         self.end(sequence, Output(sequence.id, finish=FinishReason.error, error=MEDIA_LOST, code=OVERLOADED))
 
     def end(self, sequence: Sequence, output: Output) -> None:
@@ -216,13 +213,11 @@ class Requests:
             self.counters.finished += 1
 
     def adapter_orders(self) -> AdapterOrders:
-        """What the replica is to have the ranks do with adapters since the last call."""
         if not self.adapters.has_orders:
             return AdapterOrders()
         return self.adapters.orders({sequence.adapter for sequence in self.unfinished.values()})
 
     def drain_started(self) -> list[int]:
-        """Requests first admitted since the last call."""
         started, self.started = self.started, []
         return started
 

@@ -1,8 +1,5 @@
-"""Commits results of plans in flight to sequences.
-
-A row belongs to an admission. If its sequence was preempted or ended since, the row's result is
-dropped.
-"""
+"""Commits results of plans in flight to sequences. A row's result is dropped if its sequence was
+preempted or ended since: rows belong to an admission."""
 
 from collections import deque
 from typing import NamedTuple
@@ -28,8 +25,6 @@ class ChunkRow(NamedTuple):
 
 
 class InFlightStep(msgspec.Struct):
-    """A plan whose result has not come."""
-
     plan: StepPlan
     chunks: list[ChunkRow] = []
     rows: list[tuple[Sequence, int, int]] = []  # (sequence, admission number, width) of each decode row
@@ -52,7 +47,6 @@ class Results:
         self.in_flight: deque[InFlightStep] = deque()
 
     def commit(self, result: StepResult) -> InFlightStep:
-        """Commit one result; returns its step."""
         step = self.in_flight.popleft()
         assert result.step == step.plan.step, (result.step, step.plan.step)
         self._requests.counters.prefill_tokens += step.plan.prompt_tokens
@@ -65,7 +59,7 @@ class Results:
         return step
 
     def _commit_prompts(self, chunks: list[ChunkRow], result: StepResult) -> None:
-        """Emit logprobs of prompt tokens. Those that were sent before a preemption are cut off."""
+        """Emit logprobs of prompt tokens, without those sent before a preemption."""
         rows = {(slot, number): logprobs for slot, number, logprobs in result.prompts}
         for sequence, number, _, _ in chunks if rows else ():
             logprobs = rows.get((sequence.slot, number & NUMBER_MASK))
@@ -80,7 +74,7 @@ class Results:
                 self._requests.outputs.append(Output(sequence.id, prompt_logprobs=[logprobs]))
 
     def _commit_chunks(self, chunks: list[ChunkRow], result: StepResult, indices: range) -> None:
-        """`indices`: of the chunks that give a token."""
+        """`indices`: rows of the chunks that give a token."""
         left = iter(indices)
         for sequence, number, end, samples in chunks:
             row = result.row(next(left)) if samples else None
@@ -95,7 +89,7 @@ class Results:
                 self._take(sequence, row, *_cut(sequence, row.tokens))
 
     def _commit_rows(self, rows: list[tuple[Sequence, int, int]], result: StepResult, first: int) -> None:
-        """The loop handles one token that ends nothing; `_fold` handles other rows."""
+        """`_fold` handles rows that have several tokens or end something."""
         slots, _, counts, _, tokens = result.table[first:, :5].T.tolist()
         outputs, plain = self._requests.outputs, not result.logprobs
         for index, (row, slot, count, token) in enumerate(zip(rows, slots, counts, tokens, strict=True), first):
@@ -112,8 +106,8 @@ class Results:
         self._requests.counters.decode_tokens += sum(counts)
 
     def _fold(self, sequence: Sequence, width: int, row: ResultRow) -> None:
-        """Commit a row with several tokens, or one that ends its sequence. After a cut the sequence
-        steps back."""
+        """Commit a row with several tokens, or one that ends its sequence. A cut sequence steps
+        back."""
         given = len(row.tokens)
         assert given <= width, (row, width)
         taken, finish = _cut(sequence, row.tokens)

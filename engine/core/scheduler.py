@@ -1,10 +1,10 @@
-"""The scheduler: requests in, plans out, results in, outputs out. Pure: no clock, no sockets, no
+"""The scheduler: requests and results in, plans and outputs out. Pure: no clock, no sockets, no
 torch.
 
 Per plan, in order of precedence (priority, then arrival):
 
     1. release   sliding pages that no position after the committed ones can see
-    2. run       a decode row, or a prefill chunk of its share of the budget, for each running sequence
+    2. run       for each running sequence a decode row, or a prefill chunk
     3. admit     from the queue, while slots, pages and budget last; running prefills get the rest
     4. fill      if the step is still empty, the first prefill that has pages
 
@@ -36,8 +36,6 @@ from engine.step_shapes import buckets
 
 
 class StepBuilder(InFlightStep, kw_only=True):
-    """A plan under construction."""
-
     encoder_rows: int  # positions of media items that it may still encode
     begun: dict[Sequence, int]  # the position at which each one's chunk begins; it ends at `planned`
     drafts: int = 0  # of each sequence, if one may have any
@@ -56,7 +54,8 @@ class StepBuilder(InFlightStep, kw_only=True):
 
 
 class Scheduler:
-    """Call `schedule` for the next plan, and `commit` with each plan's result, in order.
+    """`schedule` gives the next plan, None if no sequence can use a step. `commit` takes each
+    plan's result, in order.
 
     pages  of each group, null page included
     times  of steps, measured at boot; needed for time limits and to choose drafts
@@ -92,20 +91,17 @@ class Scheduler:
 
     @property
     def in_flight(self) -> int:
-        """Plans not yet committed."""
         return len(self._results.in_flight)
 
     @property
     def stuck(self) -> bool:
-        """An invariant is broken: requests are open, nothing is in flight, and none waits for the
-        host."""
+        """A broken invariant: requests are open, no plan is in flight, and none waits for the host."""
         unfinished = self.requests.unfinished.values()
         if not unfinished or self.in_flight or self.requests.adapters.placing:
             return False
         return not any(sequence.waits for sequence in unfinished)
 
     def schedule(self) -> StepPlan | None:
-        """The next plan; None if no sequence can use a step now."""
         plan = self._plan
         step = StepBuilder(plan, encoder_rows=self.encoder_rows, begun={})
         self._admissions.new_plan(plan)
@@ -176,14 +172,12 @@ class Scheduler:
         )
 
     def _release_waiting(self) -> None:
-        """Continue sequences whose transfers have ended; all of them if no decode row would be
-        delayed."""
+        """Continue sequences whose transfers have ended; all if no decode row would be delayed."""
         if self._pending.waiting and not any(sequence.decodable for sequence in self.requests.running):
             self._pending.release_all()
         self._pending.release()
 
     def _shares(self, step: StepBuilder) -> dict[Sequence, int]:
-        """Tokens of each running prefill and each waiting prompt that may be admitted."""
         prompts = self._prompts()
         for sequence in self._admissions.candidates():  # probably what was cached at its last look-up still is
             cached = sequence.pages.hit.count * self.allocator.page if sequence.pages.hit else 0
@@ -210,8 +204,7 @@ class Scheduler:
         return {sequence: Prompt(sequence.ready, sequence.planned) for sequence in prefills if sequence.ready > 0}
 
     def _run_all(self, step: StepBuilder, shares: dict[Sequence, int]) -> None:
-        """Plan a row for each running sequence. One is preempted only for another's single
-        position."""
+        """Another sequence is preempted only for a single position."""
         add_to_plan = step.plan.rows.append
         add_row = step.rows.append
         single = self.config.widest == 1
@@ -270,10 +263,10 @@ class Scheduler:
             step.scored -= size if sequence.reports_prompt else 0
 
     def _encode(self, sequence: Sequence, size: int, step: StepBuilder) -> int:
-        """Plan the encodes of media items in its next `size` positions; returns how many of these
-        can be computed now.
+        """Plan encodes of media items in the next `size` positions; returns how many positions can
+        be computed now.
 
-        An item and text close to it wait for its encode. With decode rows encodes begin in
+        An item and text near it wait for its encode. With decode rows encodes begin in
         `_encode_ahead`; otherwise none begins while an earlier sequence is at an item.
         """
         media = sequence.media
@@ -326,7 +319,6 @@ class Scheduler:
             self._prefill(sequence, share, step, may_preempt=False)
 
     def _run_any(self, step: StepBuilder) -> None:
-        """In an empty step, compute the first prompt that has pages."""
         for sequence in list(self.requests.running) if step.budget else ():
             if step.begun or step.plan.rows or sequence.slot < 0:
                 return
@@ -354,7 +346,6 @@ def _decode_rows(decoding: list[Sequence], drafts: int) -> DecodeRows:
 
 
 def _note_drafts(sequence: Sequence, step: StepBuilder) -> None:
-    """Its next row verifies the drafts of this step, unless it may have none."""
     step.drafting += sequence.drafts.allowed
     sequence.drafts.planned = step.drafts if sequence.drafts.allowed else 0
 

@@ -5,8 +5,8 @@
        ^               |
        +---------------+  preempt: pages and slot are freed, `tokens` stay and are computed again
 
-`planned` assumes that every draft is accepted; a commit lowers it otherwise. At most `limit - 1`
-positions are computed: the last token is sampled from position limit - 2.
+`planned` assumes that every draft is accepted; a commit lowers it otherwise. The last token is
+sampled from position limit - 2, the last that is computed.
 """
 
 from array import array
@@ -41,8 +41,6 @@ class PageState(msgspec.Struct, eq=False):
 
 
 class DraftState(msgspec.Struct, eq=False):
-    """The draft tokens of a sequence. `allowed`: its rows may have drafts."""
-
     allowed: bool
     planned: int = 0  # drafts that ranks make after its last planned row
     tokens: list[int] = []  # the drafts after its last token, if masks are made for them
@@ -54,8 +52,8 @@ class DraftState(msgspec.Struct, eq=False):
 
 
 class MediaState(msgspec.Struct, eq=False):
-    """The media items of a prompt. `spans`: positions with bidirectional attention; no chunk or
-    cached prefix ends inside one."""
+    """A prompt's media items. `spans`: positions with bidirectional attention; no chunk or cached
+    prefix ends inside one."""
 
     items: tuple[MediaItem, ...]
     spans: list[tuple[int, int]]
@@ -65,20 +63,18 @@ class MediaState(msgspec.Struct, eq=False):
     dropped: int = 0  # items that have no data any more
 
     def note_computed(self, committed: int) -> None:
-        """The positions below are computed."""
         while self.computed < len(self.items) and self.items[self.computed].end <= committed:
             self.computed_bytes += len(self.items[self.computed].data)
             self.computed += 1
 
     def drop_computed(self) -> None:
-        """Drop the data of what is computed."""
         computed = (msgspec.structs.replace(item, data=b"") for item in self.items[: self.computed])
         self.items = (*computed, *self.items[self.computed :])
         self.dropped = self.computed
         self.computed_bytes = 0
 
     def lacks_data(self, first: int) -> bool:
-        """Return whether an item of dropped data has positions from `first` on."""
+        """Whether an item with dropped data has positions from `first` on."""
         return self.dropped > 0 and self.items[self.dropped - 1].end > first
 
     def last_end(self, end: int) -> int:
@@ -138,13 +134,13 @@ class Sequence(msgspec.Struct, eq=False):
 
     @property
     def before_item(self) -> bool:
-        """Its next position is in or near an item that is not encoded, and nothing else delays it."""
+        """Its next position is in or near an unencoded item, and nothing else delays it."""
         may_wait = self.ready > 0 or "transfer" in self.waits
         items = self.media.items[self.media.encoded :]
         return may_wait and any(self.planned < item.end and self.is_near(item) for item in items)
 
     def is_near(self, item: MediaItem) -> bool:
-        """The text before the item is no longer than the item, so not worth a step of its own."""
+        """Text no longer than the item is not worth a step of its own."""
         return item.first - self.planned <= item.length
 
     @property
@@ -162,7 +158,8 @@ class Sequence(msgspec.Struct, eq=False):
         return self.scored if self.scores else len(self.tokens) - 1
 
     def set_masks(self, *, masked: bool, waits: bool, may_draft: bool, first: int | None = None) -> None:
-        """A row in flight that gives token `first`, which needs a mask, is dropped with later ones."""
+        """If a row in flight gives token `first`, which needs a mask, all rows in flight are
+        dropped."""
         self.masked = masked
         self.drafts.allowed = may_draft and self.params.drafts
         if waits:

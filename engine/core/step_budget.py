@@ -1,7 +1,5 @@
-"""How many prompt tokens a step computes, and of which prompts: bounded by rows and by time.
-
-The rules, and the policies `arrival` and `fair`, are in engine/core/README.md.
-"""
+"""How many prompt tokens a step computes, and of which prompts, within bounds on rows and time. The
+rules and the policies are in engine/core/README.md."""
 
 import math
 from bisect import bisect_right
@@ -36,7 +34,7 @@ class Policy(NamedTuple):
     long: int  # how many prompts longer than a step's budget are computed at a time
 
     def order(self, prompts: list[Prompt], turn: bool) -> list[int]:
-        """Indices in order of service; the oldest first on its `turn`. `prompts`: running by
+        """Indices in order of service, the oldest first on its `turn`. `prompts`: running by
         precedence, then waiting."""
         return sorted(
             range(len(prompts)), key=lambda index: (turn and index > 0, self.shortest_first and prompts[index].tokens)
@@ -47,8 +45,6 @@ POLICIES = {"fair": Policy(True, overtaking=64, long=2), "arrival": Policy(False
 
 
 class DecodeRows(NamedTuple):
-    """Decode rows of a step."""
-
     rows: int = 0
     context: int = 0  # sum of lengths
     verified: int = 0  # drafts in all rows
@@ -56,11 +52,11 @@ class DecodeRows(NamedTuple):
 
 
 class StepEstimate:
-    """The time of a step while chunks are added. Rows cost whole tiles. Each chunk reads its
-    context once, and each of its tokens attends to it."""
+    """The time of a step while chunks are added. Rows cost whole tiles. A chunk reads its context
+    once; each of its tokens attends to it."""
 
     def __init__(self, times: StepTimes, decodes: DecodeRows, slowed: float = 1.0) -> None:
-        """`slowed`: factor of real times to `times`."""
+        """`slowed`: real times relative to `times`."""
         self._times = times
         self._slowed = slowed
         self._rows = decodes.rows + decodes.verified
@@ -73,7 +69,7 @@ class StepEstimate:
             self.decode_ms = slowed * (interpolate(alone, decodes.rows) + context_ms)
 
     def ms(self, tokens: int = 0, context: int = 0) -> float:
-        """Milliseconds with the chunks, and one more of `tokens`."""
+        """Milliseconds with the chunks so far and one of `tokens`."""
         times = self._times
         rows = -(-(self._rows + tokens) // times.tile) * times.tile
         chunk_ms = context * (times.read_ms + times.attend_ms * tokens)
@@ -84,7 +80,7 @@ class StepEstimate:
         self._rest_ms += context * (self._times.read_ms + self._times.attend_ms * tokens)
 
     def fitting(self, context: int, most: int, target_ms: float) -> int:
-        """Tokens of a chunk, in whole tiles, with which the step takes at most `target_ms`."""
+        """Most tokens of a chunk, in whole tiles, within `target_ms`."""
         if self.ms(most, context) <= target_ms:
             return most
         ends = range(-self._rows % self._times.tile, most, self._times.tile)
@@ -93,8 +89,8 @@ class StepEstimate:
 
 
 def shares(prompts: list[Prompt], order: list[int], most: int, time: StepEstimate, target_ms: float, whole_ms: float) -> list[int]:
-    """Tokens of each prompt, at most `most`. The step takes at most `target_ms`, or `whole_ms` while
-    it finishes every prompt in it."""
+    """Tokens per prompt, together at most `most`. The step takes at most `target_ms`, or `whole_ms`
+    while it finishes each prompt."""
     tokens = [0] * len(prompts)
     for index in order:
         length, context = prompts[index]
@@ -113,7 +109,7 @@ def shares(prompts: list[Prompt], order: list[int], most: int, time: StepEstimat
 
 
 def interpolate(points: Points, x: float) -> float:
-    """Linear interpolation, extrapolated beyond the points; constant for a single point."""
+    """Linear, extrapolated beyond the points; constant for a single point."""
     if len(points) == 1:
         return points[0][1]
     after = min(max(bisect_right([known for known, _ in points], x), 1), len(points) - 1)
@@ -130,14 +126,14 @@ def prompt_token_ms(times: StepTimes) -> float:
 
 
 def drafting_ms(times: StepTimes, sequences: int, drafts: int) -> float:
-    """Time of making `drafts` drafts in a step with prompt tokens, beyond its rows."""
+    """Time of `drafts` drafts in a step with prompt tokens, beyond its rows."""
     if not (times.drafting and drafts):
         return 0.0
     return interpolate(times.drafting, sequences) * drafts / times.drafts[-1][0]
 
 
 class StepBudget:
-    """`target_ms`: mean time a decoded token. Without `times` only rows bound a step."""
+    """`target_ms`: mean time per decoded token. Without `times` only rows bound a step."""
 
     def __init__(
         self, policy: Policy, rows: int, times: StepTimes | None, longest_ms: float | None, target_ms: float | None
@@ -164,8 +160,8 @@ class StepBudget:
         return max(rows - decode_rows, rows // 4, 1)
 
     def drafts_pay(self, sequences: int, drafts: int, tokens: Sequence[float]) -> bool:
-        """Whether they save PROMPTS_WAIT times their cost in a step that prompts fill. `tokens`: given
-        with 0, 1, ... drafts."""
+        """Whether drafts save PROMPTS_WAIT times their cost in a step full of prompt tokens.
+        `tokens`: per row with 0, 1, ... drafts."""
         times = self._times
         if not times.drafts:
             return True
@@ -174,8 +170,8 @@ class StepBudget:
         return (tokens[drafts] - 1) * token_ms > PROMPTS_WAIT * cost_ms
 
     def share(self, prompts: list[Prompt], most: int, decodes: DecodeRows) -> list[int]:
-        """Tokens of each prompt, given as in `Policy.order`. If the first one's are not worth a step,
-        time is saved, and only prompts that end in this step have some."""
+        """Tokens per prompt. If the first in order gets too few for a step, its time is saved, and
+        only prompts that end in this step run."""
         self._decodes = decodes
         order = self._policy.order(prompts, self._passed >= OLDEST_EVERY - 1)
         first = order[0]
@@ -222,7 +218,7 @@ class StepBudget:
             self._save(PROMPT_TIME_SHARE * self._target_ms)
 
     def decoded(self, milliseconds: float, tokens: float) -> None:
-        """The step ended `milliseconds` after the previous one and gave `tokens` a decode row."""
+        """The step ended `milliseconds` after the previous one, with `tokens` per decode row."""
         self._tokens += (tokens - self._tokens) / AVERAGED_STEPS
         if self._token_ms:
             self._decoded += 1
@@ -246,7 +242,6 @@ class StepBudget:
 
     @property
     def _credit_ms(self) -> float:
-        """What is saved at most, and what a prompt may borrow to be finished."""
         return min(self._target_ms, self._longest_ms - self._target_ms) if self._token_ms else 0.0
 
     @property

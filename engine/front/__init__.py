@@ -1,1 +1,1 @@
-"""The replica's side: the core's client, prompts to token ids, token ids to text."""
+"""The replica's side: the core's client, tokenization, and replies."""

@@ -1,7 +1,7 @@
-"""Prepares an answer's JSON Schema for llguidance: what it would get wrong is rewritten or refused.
+"""Rewrites or refuses what llguidance would get wrong in an answer's JSON Schema.
 
-JSON may have one space after a comma or colon: models that learned it fail without, and models that
-may write any white space write it without end.
+JSON may have one space after a comma or colon: models that learned it fail without, and any white
+space could go on without end.
 """
 
 import json
@@ -39,14 +39,11 @@ def json_rule(schema: Schema) -> str:
 
 
 class _Keywords:
-    """Checks what llguidance accepts and then fails to write."""
-
     def __init__(self) -> None:
         self._key_patterns = 0
 
     def checked(self, schema: JsonObject) -> JsonObject:
-        """The schema, without a `format` that conflicts with its `pattern`. InvalidRequest names
-        the keyword."""
+        """Drops a `format` that conflicts with its `pattern`. InvalidRequest names the keyword."""
         if "multipleOf" in schema:
             _check_multiple(schema)
         pattern = schema.get("pattern")
@@ -59,8 +56,7 @@ class _Keywords:
         return schema
 
     def _check_key_patterns(self, schema: Schema) -> None:
-        """llguidance starts a key by a pattern that only already written keys match, and never ends
-        it."""
+        """llguidance never ends a key whose pattern only keys already written match."""
         names = schema.get("properties")
         named = " | ".join(map(json.dumps, names)) if isinstance(names, Mapping) else ""
         for pattern in schema["patternProperties"]:
@@ -103,12 +99,11 @@ def _without_one_of(root: Schema, comparison: Comparison, schema: JsonObject) ->
 
 
 class _Combination(Exception):
-    """A schema extends an object that another one describes."""
+    """The schema extends an object described elsewhere."""
 
 
 def _close(schema: JsonObject) -> JsonObject:
-    """Treat `properties` as an object without other keys unless it allows them: models that may
-    write any key never stop."""
+    """Allows undeclared keys only if the schema does: else models never stop."""
     properties = schema.get("properties")
     if schema.keys() & _COMBINED or (properties and schema.keys() & _BRANCHES):
         raise _Combination
@@ -133,7 +128,7 @@ def _changed(schema: Any, change: Callable[[JsonObject], JsonObject]) -> Any:
 
 
 def _choices(schema: Any, root: Any, known: dict[str, float]) -> float:  # noqa: C901 - a case for each keyword
-    """Bounds llguidance's work for a character: each part of a pattern times all others that hold."""
+    """Bounds llguidance's work per character: parts of a pattern times those that hold together."""
     if isinstance(schema, list):
         return max((_choices(branch, root, known) for branch in schema), default=1)
     if not isinstance(schema, Mapping):
@@ -162,7 +157,6 @@ def _choices(schema: Any, root: Any, known: dict[str, float]) -> float:  # noqa:
 
 
 def check_patterns(schema: Any) -> None:
-    """InvalidRequest if one string's patterns could cost a core minutes and gigabytes;
-    RecursionError."""
+    """InvalidRequest if one string's patterns could cost minutes and gigabytes; RecursionError."""
     if _choices(schema, schema, {}) > _MOST_CHOICES:
         raise InvalidRequest("by the schema's allOf, $ref and branches one string has to match too many or too long patterns")

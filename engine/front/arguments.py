@@ -2,7 +2,7 @@
 
     {city:<|"|>Paris<|"|>,days:3,at:{lat:48.9}}        ->        {"city":"Paris","days":3,"at":{"lat":48.9}}
 
-JSON goes out once it is certain, whatever the pieces. It also reads what models were seen to write:
+JSON goes out once it is certain. Models were also seen to write:
 
     key:Paris, France<|"|>,            the first marker is missing: the string goes up to the next one
     key:<|"|>say <|"|>hi<|"|>.<|"|>    a marker inside a string stands for "
@@ -11,7 +11,7 @@ JSON goes out once it is certain, whatever the pieces. It also reads what models
     key:<|"|>a<|"|>b:2, [1,,2]         commas too few or too many
     {key}, key:anything else           null, a string
 
-A call that the token limit cut is not closed, and uncertain text is left out: half a command may be
+A call cut by the token limit is not closed, and uncertain text is dropped: half a command may be
 another command.
 """
 
@@ -48,8 +48,8 @@ Reading = Generator[None, None, T]
 
 
 class ArgumentsParser:
-    """Feed it text after the opening bracket, with MARK for quote markers; `take` gives the JSON.
-    in_string: other markers are text now."""
+    """`push` text after the opening bracket, MARK for quote markers; `take` gives the JSON.
+    `in_string`: other markers are text."""
 
     def __init__(self, schema: ValueSchema, opener: str = "{") -> None:
         self.in_string = self._streams = False  # in a string that goes out as it comes
@@ -71,7 +71,6 @@ class ArgumentsParser:
         return self._text[self._at :].replace(MARK, QUOTE)
 
     def take(self) -> str:
-        """The JSON made since the last call."""
         made = "".join(self._out)
         self._out.clear()
         return made
@@ -87,7 +86,7 @@ class ArgumentsParser:
         next(self._reading, None)
 
     def end(self, *, cut: bool = False) -> None:
-        """End of input. What is open is closed, unless `cut` by the token limit."""
+        """Close what is open, unless `cut` by the token limit."""
         self._final, self._cut = True, cut
         self._resume("")
         if not cut:
@@ -113,7 +112,7 @@ class ArgumentsParser:
                 return ""
 
     def _look(self, decide: Callable[[str], T | None]) -> Reading[T | None]:
-        """What `decide` says of the text ahead, once it can; None if it never can."""
+        """What `decide` returns for the text ahead, once not None; None if never."""
         while True:
             ahead = self._text[self._at : self._at + LOOK_AHEAD]
             decided = decide(ahead)
@@ -121,7 +120,6 @@ class ArgumentsParser:
                 return decided
 
     def _next_mark(self) -> Reading[int]:
-        """The position of the next marker, or -1."""
         mark = self._text.find(MARK, self._at)
         if mark < 0 and not self._final:
             pieces = [self._text[self._at :]]
@@ -202,7 +200,7 @@ class ArgumentsParser:
         self._out.append(value)
 
     def _string(self, quote: str, schema: ValueSchema) -> Reading[None]:
-        """A string after its first quote. It streams, unless the schema forbids strings or escapes
+        """A string after its first quote. It streams unless the schema forbids strings, or escapes
         must be read."""
         streams = quote == MARK and schema.allows("string")
         if streams:
@@ -231,7 +229,6 @@ class ArgumentsParser:
             self._put(_quoted("".join(out), quote, schema))
 
     def _bare(self, schema: ValueSchema) -> Reading[None]:
-        """A number, a word, or a string without one or both quotes: the next marker tells."""
         container = self._open[-1]
         delimited = yield from self._look(DELIMITED[container.closers[-1]].match)
         literal = _literal(delimited[1], schema) if delimited else None
@@ -252,7 +249,7 @@ class ArgumentsParser:
 
 
 def _quoted(text: str, quote: str, schema: ValueSchema) -> str:
-    """A string as JSON; where the schema forbids strings, its value if that is allowed."""
+    """A string as JSON; its value, if allowed, where the schema forbids strings."""
     inside = f'"{json_inside(text, quote)}"'
     if not schema.allows("string"):
         content: str = json.loads(inside)
@@ -263,7 +260,7 @@ def _quoted(text: str, quote: str, schema: ValueSchema) -> str:
 
 
 def _literal(text: str, schema: ValueSchema) -> str | None:
-    """A number or word in JSON; None for a string, also one that the schema wants."""
+    """A number or word in JSON; None if it is, or should be, a string."""
     word = text.strip()
     if not schema.allows("string"):
         word = _PYTHON_WORDS.get(word, word)

@@ -1,12 +1,12 @@
-"""Tool calls as a grammar: what Gemma 4's notation allows for the declared tools' schemas.
+"""Tool calls as a grammar of Gemma 4's notation, by the declared tools' schemas.
 
     call: <[48]> called
     called: "call:" (tool_0 | tool_1) <[49]>
     tool_0: "get_weather" object_2
     object_2: "{" "city:" any_string ("," "days:" number_3)? "}"       keys in the order in which templates render them
 
-Only declared properties can be written, unless the schema says what others may be. A keyword that
-the notation cannot enforce is refused in strict schemas, and in others left out and logged.
+Undeclared properties need the schema's description. Keywords that the notation cannot enforce are
+refused in strict schemas, else left out and logged.
 """
 
 import json
@@ -80,11 +80,10 @@ class GrammarTooLarge(SchemaError):
 
 
 class CallGrammar:
-    """`text` has all rules, `call` is one call, `called` one after its marker."""
+    """`call` is one call, `called` one after its marker."""
 
     def __init__(self, markers: Markers, tools: Mapping[str, Any], strict: Collection[str] = ()) -> None:
-        """`tools`: parameter schemas by name. InvalidRequest for `strict` ones that cannot be
-        enforced."""
+        """`tools`: parameter schemas by name. InvalidRequest if one of `strict` cannot be enforced."""
         self._quote = f"<[{markers.quote}]>"
         self._rules: list[str] = []
         self._bytes = 0
@@ -101,7 +100,6 @@ class CallGrammar:
 
     @property
     def text(self) -> str:
-        """The rules, without `start`."""
         common = [f"any_string: {self._quote} TEXT {self._quote}", r"TEXT: /(.|\n)*/"]
         return "\n".join([*self._rules, *common]) + _FREE
 
@@ -126,7 +124,6 @@ class CallGrammar:
             return "any_object"
 
     def _rule(self, kind: str, body: str) -> str:
-        """Add a rule; returns its name."""
         if len(self._rules) >= _RULES:
             raise GrammarTooLarge(f"more than {_RULES} rules")
         name = f"{kind}_{len(self._rules)}"
@@ -191,7 +188,6 @@ class CallGrammar:
         return _either([self._value(branch, depth + 1) for branch in _branches(schema, keyword)])
 
     def _reference(self, reference: str, depth: int) -> str:
-        """A recursive schema is a recursive rule."""
         key = f"{id(self._root)}{reference}"
         if key not in self._referred:
             target = _target(self._root, reference)
@@ -223,7 +219,7 @@ class CallGrammar:
         return f"any_{kind}"
 
     def _number(self, kinds: Schema, schema: Schema) -> str:
-        """A value of `kinds`, numbers within the schema's bounds. SchemaError: no value fits."""
+        """A number within the schema's bounds. SchemaError: no value fits."""
         bounds = {name: schema[name] for name in NUMERIC if name in schema}
         rule = f"%json {json.dumps({**kinds, **bounds})}"
         if bounds and not (has_few_digits(bounds.get("multipleOf", 1)) and compiles(rule)):
@@ -272,7 +268,7 @@ class CallGrammar:
         return self._rule("member", f"{json.dumps(key + ':')} ({self._value(schema, depth + 1)})")
 
     def _members(self, members: Sequence[tuple[str, bool]], more: str) -> str:
-        """Members in order, optional ones perhaps left out, with commas; then any of `more`."""
+        """Members in order, with commas, optional ones perhaps missing; then any of `more`."""
         rest = f'("," {more})*' if more else ""  # what may come when something has come, and when nothing has
         first = f"({more} {rest})?" if more else ""
         for name, required in reversed(members):
@@ -312,7 +308,6 @@ def _without(schema: Any, keywords: Sequence[str], depth: int) -> Schema | None:
 
 @lru_cache(maxsize=256)
 def _note_freed(keyword: str) -> None:
-    """Log it once in a process."""
     logger.warning("the grammar of tool calls does not hold the schema keyword %r in some schemas that are not strict", keyword)
 
 
@@ -322,7 +317,7 @@ def _branches(schema: Schema, keyword: str) -> list[Any]:
 
 
 def _target(root: Any, reference: str) -> Any:
-    """Follow a reference. SchemaError: no target, or an endless chain."""
+    """SchemaError: no target, or an endless chain."""
     target = following = referred(root, reference)
     for _ in range(_DEPTH):
         if not isinstance(following, Mapping) or "$ref" not in following:

@@ -1,5 +1,4 @@
-"""The engine as the replica sees it: submit, stream, abort, and notice its end. Use it from one
-event loop.
+"""The replica's client of the engine, for use from one event loop.
 
 A request leaves `open` only when the core has ended it or is gone, so events agree with the core's
 counters.
@@ -56,11 +55,8 @@ EOF_GRACE_S = 0.25  # after the socket's end, wait for the watcher: it may know 
 
 
 class EngineClient(asyncio.Protocol):
-    """Speaks to the core over `sock`, which it takes over (the socket object given is detached).
-
-    `sink` gets every event, the core's figures with each TokenBatch among them. `on_orders` is called with what the core wants the
-    ranks to do with adapters.
-    """
+    """Speaks to the core over `sock`, which it detaches. `sink` gets all events, `on_orders` the
+    core's adapter orders."""
 
     def __init__(self, sock: socket.socket, *, sink: Sink) -> None:
         self.load: Load | None = None
@@ -96,11 +92,8 @@ class EngineClient(asyncio.Protocol):
         client: str = "",
         media: tuple[MediaItem, ...] = (),
     ) -> Stream:
-        """Submit a request at once; `clip`, `salt`, `priority`, `adapter`, `client` and `media` as in GenerateRequest.
-
-        Requests with the same tuple of media in succession share them: they are sent once. Raises InvalidRequest only if it cannot
-        be sent as it is.
-        """
+        """Submit a request; arguments as in GenerateRequest. Successive requests share a tuple of
+        media, sent once. InvalidRequest if too large to send."""
         self._last_id += 1
         stream = Stream(self._last_id, self.abort, Clock(monotonic()), adapter)
         request = GenerateRequest(
@@ -129,7 +122,7 @@ class EngineClient(asyncio.Protocol):
         return stream
 
     def abort(self, request: int, reason: AbortReason) -> None:
-        """Ask the core to end a request; no effect if it has ended or was aborted."""
+        """No effect if the request has ended or was aborted."""
         stream = self._requests.get(request)
         if stream is None or stream.aborted is not None:
             return
@@ -138,7 +131,6 @@ class EngineClient(asyncio.Protocol):
             self._send(Abort(request, reason))
 
     def health(self) -> None:
-        """EngineDead once the group is gone."""
         if self.dead is not None:
             raise EngineDead(self.dead)
 
@@ -149,28 +141,27 @@ class EngineClient(asyncio.Protocol):
         return len(self._requests)
 
     def count_by_adapter(self) -> Counter[tuple[int, bool]]:
-        """Open requests by their adapter and whether the core has started them. Any thread."""
+        """Open requests by (adapter, whether the core has started them). Any thread."""
         return Counter((stream.adapter, stream.clock.scheduled is not None) for stream in list(self._requests.values()))
 
     @property
     def waiting_since(self) -> int | None:
-        """Monotonic nanoseconds since which a request has always been open, or None."""
+        """Monotonic ns since which a request has always been open, or None."""
         return self._waiting_since if self._requests else None
 
     def change_adapter(self, change: AdapterChange) -> None:
-        """Tell the core what every rank has done with an adapter, or that no new request may have it."""
         self._send(change)
 
     def report(self) -> None:
-        """Ask for the core's figures, which come as `load` and an EngineLoad event."""
+        """Ask for the core's figures: `load` and an EngineLoad event."""
         self._send(Control("report"))
 
     def stop(self) -> None:
-        """Tell the core to stop after the plan in flight. Open streams then raise EngineDead."""
+        """Stop the core after the plan in flight. Open streams then raise EngineDead."""
         self._send(Control("stop"))
 
     def fail(self, reason: str) -> None:
-        """The group is gone: open and future streams raise EngineDead with the first reason."""
+        """Open and future streams raise EngineDead with the first reason."""
         if self.dead is not None:
             return
         self.dead = reason
@@ -180,7 +171,6 @@ class EngineClient(asyncio.Protocol):
             self._end(request, "dead", EngineDead(reason))
 
     async def close(self) -> None:
-        """Detach; open streams raise EngineDead."""
         self.fail("the engine client was closed")
         if self._transport is not None:
             self._transport.close()
@@ -267,7 +257,7 @@ class EngineClient(asyncio.Protocol):
         self._sink(RequestFinished(request, outcome, count, ttft, tpot, e2e, clock.queue_s))
 
     def _interval(self, before: Load | None, load: Load) -> float | None:
-        """Seconds since the last reported step, if there is a new one and work in between."""
+        """Seconds since the last reported step; None without a new step or work in between."""
         last_step = before.step if before is not None and before.running + before.waiting else None
         if load.step == last_step:
             return None
@@ -276,7 +266,7 @@ class EngineClient(asyncio.Protocol):
         return None if last_step is None else now - since
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The socket ended. The process watcher has EOF_GRACE_S to report a specific cause."""
+        """The process watcher has EOF_GRACE_S to report a specific cause."""
         ended = exc is None or isinstance(exc, ConnectionError)  # reset: it left messages unread
         reason = "the core ended" if ended else f"the core's socket broke: {exc}"
         asyncio.get_running_loop().call_later(EOF_GRACE_S, self.fail, reason)
@@ -301,7 +291,7 @@ class EngineClient(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Write more of the media in each turn of the loop, enough to keep the socket busy."""
+        """Each turn of the loop writes enough media to keep the socket busy."""
         assert self._transport is not None
         message = None if self._is_paused or self._transport.is_closing() else self._media.next()
         self._is_pumping = message is not None
@@ -319,7 +309,6 @@ class EngineClient(asyncio.Protocol):
 
 
 def _error_of(output: Output, said: str) -> QuartetError:
-    """What the reader of a request that ended in an error gets."""
     if output.invalid:
         return InvalidRequest(said, code=output.code)
     return Overloaded(said) if output.code == OVERLOADED else GenerationFailed(said)

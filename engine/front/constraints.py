@@ -1,4 +1,4 @@
-"""What a request demands of its reply: form, tool calls, thinking budget.
+"""Constraints on a reply: form, tool calls, thinking budget.
 
 tool_choice   without an answer's form               with one
 none          free                                   the form
@@ -27,8 +27,7 @@ class ToolChoice(NamedTuple):
 
 
 class Constraints(NamedTuple):
-    """`arguments`: how much of a call is enforced; off: nothing of the model's own calls. `budget`:
-    most tokens of thoughts."""
+    """`arguments`: how much of a call is enforced; `budget`: most tokens of thoughts."""
 
     tools: Tools
     choice: ToolChoice
@@ -58,7 +57,7 @@ class Constraints(NamedTuple):
         return Grammar(grammar(markers, answer, thought))
 
     def thought_budget(self, text: TextProcessor, markers: Markers, prompt: Sequence[int]) -> ThoughtBudget | None:
-        """Tokens that the reply to `prompt` may think; None: no limit."""
+        """None: no limit."""
         if self.budget is None:
             return None
         label = len(text.encode(LABEL, add_bos=False))
@@ -69,7 +68,7 @@ class Constraints(NamedTuple):
 
     @property
     def unrequested(self) -> bool:
-        """The grammar only helps the model to write calls; the client asked for none."""
+        """The grammar only helps to write calls; the client asked for none."""
         return self.choice.mode == "auto" and self.choice.names is None and self.answer is None and not self.tools.strict
 
     def looser(self) -> "Constraints | None":

@@ -1,5 +1,4 @@
-"""From a stream of token ids to typed parts: detokenized, parsed, cut at stop strings, with the
-finish reason.
+"""From token ids to typed parts: detokenized, parsed, cut at stop strings, with the finish reason.
 
 With stop strings tokens are read one by one, so batching does not change the end. Thoughts and
 calls are never cut.
@@ -31,15 +30,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """One validated request: what goes to the engine, and how the reply is treated.
+    """A validated request, and how its reply is read. Fields of GenerateRequest mean the same.
 
-    prompts    int32 token ids; each has equally many choices, those of the first prompt come first
+    prompts    int32 token ids; choices are equally many per prompt, in the order of prompts
     params     one per choice
-    salt       only requests of the same salt share cached prefixes;   priority  lower ones go first
-    adapter    its id, -1: none;   client  whose request it is, as clients take turns
-    markers    of a chat, whose reply may have thoughts, and calls of `tools`;   one_call  it ends with its first call
-    media      of the one prompt of a chat
-    echoes     the prompts' texts, if each answer begins with its prompt's;   echo_only  the answer is nothing else
+    markers    of a chat, whose reply may have thoughts and calls of `tools`;   one_call  it ends with its first call
+    media      of a chat's one prompt
+    echoes     prompt texts that begin the answers, or empty;   echo_only  the answer is nothing else
     """
 
     prompts: "tuple[array[int], ...]"
@@ -67,7 +64,6 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once."""
         return sum(map(len, self.prompts))
 
     @property
@@ -81,18 +77,15 @@ class Job:
 
 
 class PromptPart(msgspec.Struct):
-    """Prompt tokens with rank and logprobs; the very first has none."""
+    """The first prompt token has no rank and logprobs."""
 
     tokens: Sequence[int]
     logprobs: Sequence[tuple[int, Logprobs] | None]
 
 
 class Delta(msgspec.Struct):
-    """What one output added to one choice; the last one has `finish`. `logprobs` is empty, or has
-    one entry a token.
-
-    The prompt's text and logprobs (`prompt`) come first, in deltas of their own.
-    """
+    """One output's addition to one choice; the last has `finish`. `logprobs`: empty, or one entry
+    per token. Deltas with `prompt` come first."""
 
     parts: Sequence[Part]
     tokens: list[int]
@@ -107,7 +100,7 @@ _BLOCK_KINDS: dict[type[Part], BlockKind] = {Reasoning: "reasoning", Content: "t
 
 
 class ReplyBlock(msgspec.Struct):
-    """A run of parts of one kind. `pieces`: its text, or a call's arguments."""
+    """A run of parts of one kind. `pieces`: text, or a call's arguments."""
 
     index: int
     kind: BlockKind
@@ -117,15 +110,14 @@ class ReplyBlock(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """The text so far; of a call JSON, unless it was cut."""
         return "".join(self.pieces)
 
 
 class Choice(msgspec.Struct):
-    """The sum of one choice's deltas in order, without logprobs, which may be large.
+    """The sum of one choice's deltas, without logprobs, which may be large.
 
-    parts     Reasoning Reasoning   Content Content Content   ToolCallStart Arguments Arguments
-    blocks    |-- reasoning ----|   |------ text ---------|   |------------ call -------------|
+        parts     Reasoning Reasoning   Content Content Content   ToolCallStart Arguments Arguments
+        blocks    |-- reasoning ----|   |------ text ---------|   |------------ call -------------|
     """
 
     blocks: list[ReplyBlock] = []
@@ -169,8 +161,6 @@ class Choice(msgspec.Struct):
 
 
 class PlainText:
-    """A reply of plain text, outside of chats."""
-
     reasoning_tokens = calls = ended_calls = 0
 
     def __init__(self, detokenizer: Detokenizer) -> None:
@@ -191,8 +181,6 @@ def _reader(text: TextProcessor, job: Job, prompt: Sequence[int]) -> ReplyParser
 
 
 class Generation:
-    """One choice while it is generated, for one reader."""
-
     def __init__(self, engine: EngineClient, text: TextProcessor, job: Job, choice: int) -> None:
         prompt, params = job.prompt(choice), job.params[choice]
         self.choice, self._prompt = choice, prompt
@@ -221,7 +209,7 @@ class Generation:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Thought tokens so far, markers included."""
+        """Markers included."""
         return self._reader.reasoning_tokens
 
     @property
@@ -229,7 +217,7 @@ class Generation:
         return not self.has_ended and self.stream.ready
 
     def take(self) -> Iterator[Delta]:
-        """The deltas since the last call; the last has `finish`. Raises as the engine's stream."""
+        """New deltas; the last has `finish`. Raises as the engine's stream."""
         if not self.ready:
             return
         output = self.stream.take()
@@ -248,7 +236,6 @@ class Generation:
                 return
 
     def _prompt_deltas(self, reported: Sequence[PromptLogprobs]) -> Iterator[Delta]:
-        """Text and logprobs of the prompt."""
         if self._echo or self._tells_logprobs:
             first = PromptPart(self._prompt[:1], [None]) if self._tells_logprobs else None
             yield Delta(_content(self._echo), [], [], prompt=first)
@@ -284,7 +271,7 @@ class Generation:
             yield self._reader.end(cut=output.finish is FinishReason.length)
 
     def _keep(self, parts: Iterable[Part], kept: list[Part]) -> str | None:
-        """Returns the stop string that matched, or None. Matches do not cross a thought or a call."""
+        """Returns the matched stop string, or None. Matches do not cross a thought or call."""
         for part in parts:
             if not isinstance(part, Content):
                 kept += (*_content(self._stops.flush()), part)
@@ -305,7 +292,7 @@ class Generation:
 
 
 def _split_logprobs(output: Output) -> Iterator[Output]:
-    """The output in pieces, if a slow reader has accumulated many logprobs. The last has its end."""
+    """Pieces of an output with many logprobs for a slow reader. The last has its end."""
     count = len(output.tokens)
     step = max(1, _MOST_LOGPROBS // (1 + len(output.logprobs[0].top)))
     for first in range(0, count, step):
@@ -327,9 +314,8 @@ class DeltaReader(Generic[T]):
     """Reads several generations; `convert` turns new (choice, delta) pairs into the result of
     `next`.
 
-    While the reader waits, pairs are converted in the client's callback, for all readers before the
-    first writes. `put` gets the result without a task switch, and returns what the reader must
-    still do.
+    While a reader waits, the client's callback converts pairs, for all readers before the first
+    writes. `put` gets the result without a task switch, and returns what the reader must still do.
     """
 
     generations: Sequence[Generation]
@@ -351,8 +337,7 @@ class DeltaReader(Generic[T]):
         return self._error is not None or any(generation.ready for generation in self.generations)
 
     async def next(self) -> T:
-        """What has come since the last call, or what comes next. The first error of a stream ends
-        all."""
+        """The first error of a stream ends all."""
         if not self.ready:
             self._waiter = asyncio.get_running_loop().create_future()
             converted = await self._waiter

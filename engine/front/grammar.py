@@ -1,7 +1,7 @@
-"""A reply as one grammar: a thought first, with thinking, then an answer or tool calls.
+"""A reply as one grammar: with thinking a thought first, then an answer or tool calls.
 
-The model also chooses forced tokens: otherwise llguidance would tokenize all that follows at each
-token, under the interpreter's lock (6 ms for 10 kB).
+The model also chooses forced tokens: else llguidance tokenizes all that follows at each token,
+under the interpreter's lock (6 ms for 10 kB).
 """
 
 import enum
@@ -37,7 +37,7 @@ def json_answer(schema: Schema) -> str:
 
 
 class Structure(NamedTuple):
-    """Part of a structural tag: JSON between two texts; `begin` starts with `trigger`."""
+    """JSON between two texts; `begin` starts with `trigger`."""
 
     trigger: str
     begin: str
@@ -56,7 +56,6 @@ def tagged_answer(structures: Sequence[Structure]) -> str:
 
 
 def regex_answer(pattern: str) -> str:
-    """Text that matches the whole expression."""
     return f"answer: ANSWER\nANSWER: {lark_regex(pattern)}"
 
 
@@ -98,12 +97,11 @@ def calls_answer(calls: CallGrammar, most: int | None, answer: str | None = None
 
 
 def begun_call(calls: CallGrammar) -> str:
-    """The grammar after the marker of a call."""
     return f"{_HEAD}start: called\n{calls.text}"
 
 
 def grammar(markers: Markers | None, answer: str, thought: Thought) -> str:
-    """The whole grammar. Without markers, as in completions, there are no thoughts."""
+    """Without markers, as in completions, there are no thoughts."""
     if markers is None:
         return f"{_HEAD}start: answer\n{answer}\n"
     inside = f"thought <[{markers.end_thought}]>"

@@ -16,7 +16,7 @@ _AT_ONCE = 4
 
 
 class GrammarCheck:
-    """`complaint` says why a grammar cannot be kept, or None; it runs in threads, clients in turn."""
+    """`complaint` says why a grammar is invalid, or None. It runs in threads, clients in turn."""
 
     def __init__(self, complaint: Callable[[str], str | None]) -> None:
         self._complaint = complaint
@@ -39,7 +39,7 @@ class GrammarCheck:
             raise InvalidRequest(f"{param}: {wrong}", param=param)
 
     def _task(self, rules: str, key: bytes, client: str) -> asyncio.Task[str | None]:
-        """The client's own running compilation: another client's may come late."""
+        """The client's own compilation: another client's may come late."""
         if (client, key) not in self._tasks:
             if not self._waiting.take(client, 1):
                 raise Overloaded("too many grammars are being compiled")

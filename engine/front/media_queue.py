@@ -1,7 +1,5 @@
-"""Sends media to the core in pieces, so that neither the loop nor other requests wait.
-
-A request's choices share media, sent once. Requests wait here for their media.
-"""
+"""Sends media to the core in pieces, so that neither the event loop nor other requests wait.
+Requests wait here for their media."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -35,11 +33,10 @@ class MediaQueue:
         return self._sendings[-1].id
 
     def follow(self, request: int, message: bytes) -> None:
-        """Send a request's frame after the last media."""
         self._sendings[-1].followers[request] = message
 
     def abort(self, request: int, message: FrontMessage) -> bool:
-        """Send an abort after a request that waits here; False if it does not."""
+        """Send an abort after a request that waits here; else False."""
         sending = next((sending for sending in self._sendings if request in sending.followers), None)
         if sending is None:
             return False

@@ -1,7 +1,5 @@
-"""Lexical rules of Gemma 4's notation of call arguments, and JSON strings.
-
-MARK stands for the quote marker, a token id: a `<|"|>` in ordinary tokens is text.
-"""
+"""Lexical rules of Gemma 4's notation of call arguments, and JSON strings. MARK stands for the
+quote marker, a token id: a `<|"|>` in ordinary tokens is text."""
 
 import json
 import re
@@ -47,8 +45,8 @@ LOOK_AHEAD = 256  # characters that are looked at before they are read: longer k
 
 @dataclass(slots=True)
 class Container:
-    """An open object or array: closing brackets in the model's text (of doubled ones both), and in
-    JSON."""
+    """An open object or array. `closers`: the model's closing brackets, two if doubled; `json`:
+    JSON's."""
 
     closers: list[str]
     json: str
@@ -62,13 +60,13 @@ class Container:
 
 
 def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """The end of a match at `at`, or `at` without a match."""
+    """The end of a match at `at`, else `at`."""
     match = pattern.match(text, at)
     return match.end() if match else at
 
 
 def key_of(text: str, closer: str) -> str | None:
-    """The key at the start of the text; None if its end has not come."""
+    """None before its end has come."""
     key = text[: end_of(KEY_TEXT[closer], text, 0)]
     half_quoted = text[:1] in ('"', "'", MARK) and text.find(text[0], 1) < 0
     return key if len(key) < len(text) and not half_quoted else None
@@ -87,13 +85,13 @@ def end_of_bare_string(text: str, at: int, stop: int, container: Container) -> i
 
 
 def string_begins_behind(text: str, container: Container) -> bool:
-    """Whether a quote marker after `text` begins a new string rather than ends this value."""
+    """Whether a quote marker after `text` begins a string rather than ends this value."""
     return _BEFORE_STRING[container.json].search(text[-LOOK_AHEAD:]) is not None
 
 
 def string_is_over(text: str, containers: Sequence[Container]) -> bool | None:
-    """Closing brackets, then a comma with a key or element, follow a quote that ends its string.
-    None: too little text."""
+    """Whether closing brackets, then a comma with a key or element, follow a quote. None: too
+    little text."""
     at = 0
     for container in reversed(containers):
         for closer in reversed(container.closers):

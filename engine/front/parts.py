@@ -9,19 +9,15 @@ from engine.protocol import FrozenStruct
 
 
 class Content(FrozenStruct):
-    """Text of the answer."""
-
     text: str
 
 
 class Reasoning(FrozenStruct):
-    """Text of a thought."""
-
     text: str
 
 
 class ToolCallStart(FrozenStruct):
-    """A call begins. `index`: among the reply's calls; `id`: unique."""
+    """`index`: among the reply's calls; `id`: unique."""
 
     index: int
     id: str
@@ -39,7 +35,6 @@ Part = Content | Reasoning | ToolCallStart | Arguments
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """Merge neighbours of one kind."""
     made = []
     for _, group in groupby(parts, type):
         run = list(group)

@@ -1,4 +1,5 @@
-"""The replica's end of the ranks' sockets for adapters: a command goes to every rank, and is done when all have done it."""
+"""The replica's end of the ranks' sockets for adapters. A command is done when all ranks have done
+it."""
 
 import asyncio
 import socket
@@ -22,19 +23,18 @@ class RankLinks:
         self._dead = False
 
     async def start(self) -> None:
-        """Attach to the ranks."""
         loop = asyncio.get_running_loop()
         for sock in self._sockets:
             _, link = await loop.create_unix_connection(lambda: _Link(self), sock=sock)
             self._links.append(link)
 
     def next_number(self) -> int:
-        """A number for a command."""
         self._numbers += 1
         return self._numbers
 
     async def do(self, command: AdapterCommand) -> None:
-        """Have every rank do it. CheckpointError: one of them cannot read the adapter; EngineDead: a rank is gone."""
+        """Have every rank do it. CheckpointError: one cannot read the adapter; EngineDead: one is
+        gone."""
         if self._dead:
             raise EngineDead("a rank is gone")
         self._open[command.number] = asyncio.get_running_loop().create_future()
@@ -45,7 +45,6 @@ class RankLinks:
         await self._open[command.number]
 
     def done(self, answer: CommandDone) -> None:
-        """A rank has done a command."""
         answers = self._answers[answer.number]
         answers.append(answer)
         if len(answers) < len(self._links):
@@ -61,7 +60,6 @@ class RankLinks:
             future.set_result(None)
 
     def lost(self) -> None:
-        """A rank has closed its end."""
         self._dead = True
         for future in self._open.values():
             if not future.done():
@@ -69,7 +67,6 @@ class RankLinks:
         self._open.clear()
 
     def close(self) -> None:
-        """Close the sockets."""
         for link in self._links:
             link.transport.close()
 

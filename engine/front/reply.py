@@ -7,11 +7,11 @@ r"""Parses a reply into content, thoughts and tool calls, by Gemma 4's markers, 
     content         content                                            <|channel>, and with tools <|tool_call>
     label           "thought\n", the channel's name                    its end, or anything else
     thought         reasoning                                          <channel|>, <|tool_call>
-    gap             white space, or `call:NAME{` without its marker    text that is neither
+    gap             white space, or `call:NAME{` without its marker    other text
     head            a call's name                                      { or (, or text that is no name
     more_arguments  for ArgumentsParser                                the closing bracket, <tool_call|> outside of strings
 
-A state is the method that reads its text, and returns the text for the next. What is no call
+A state is a method that reads text and returns the rest for the next state. Text that is no call
 becomes content, with its markers.
 """
 
@@ -46,8 +46,6 @@ _BOUNDARIES = ("<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>")
 
 
 class Markers(NamedTuple):
-    """The token ids that structure a reply."""
-
     begin_thought: int
     end_thought: int
     begin_call: int
@@ -77,8 +75,8 @@ def _head_of(text: str) -> re.Match[str] | None:
 
 
 class ReplyParser:
-    """Calls are parsed only with `tools`; `show_special`: other control tokens appear in the
-    content. reasoning_tokens include markers."""
+    """Parses calls only with `tools`. `show_special`: content has other control tokens.
+    `reasoning_tokens` include markers."""
 
     def __init__(
         self,
@@ -128,8 +126,7 @@ class ReplyParser:
         return self._take()
 
     def end(self, *, cut: bool) -> list[Part]:
-        """The end. `cut` by the token limit: half a name is dropped, and arguments are not
-        completed."""
+        """If `cut` by the token limit, drop half a name, and do not complete arguments."""
         if self._state != self._head or not cut:
             self._read(self._detokenizer.flush())
         if self._arguments is not None:
@@ -151,7 +148,6 @@ class ReplyParser:
     # --- tokens ---
 
     def _marker(self, token: int) -> None:
-        """A control token outside of arguments."""
         markers, thinking = self._markers, self._thinking
         if token == markers.begin_thought:
             if not thinking:
@@ -196,7 +192,6 @@ class ReplyParser:
             self.reasoning_tokens += tokens
 
     def _read(self, text: str) -> None:
-        """Read held text, then `text`."""
         while text:
             text, self._held = self._held + text, ""
             text = self._state(text)
@@ -215,7 +210,7 @@ class ReplyParser:
         return ""
 
     def _reason(self, text: str) -> None:
-        """Thoughts of several blocks are joined by a newline."""
+        """A newline joins thoughts of several blocks."""
         if text:
             between = "\n" if self._reasoned and self._new_block else ""
             self._parts.append(Reasoning(between + text))
@@ -263,7 +258,6 @@ class ReplyParser:
         return text
 
     def _begin_head(self) -> None:
-        """<|tool_call>: it ends what was open."""
         self._end_open_call(complete=True)
         if self._thinking:
             self._end_thought()
@@ -299,7 +293,6 @@ class ReplyParser:
         self._call_is_open = True
 
     def _no_call(self) -> None:
-        """The held head of a call is content."""
         marker = str(self._pieces[self._markers.begin_call]) if self._state == self._head else ""
         self._content(marker + self._held)
         self._held, self._state = "", self._content
@@ -310,12 +303,11 @@ class ReplyParser:
         return self._end_arguments(complete=True) if self._arguments.ended else ""
 
     def _end_open_call(self, *, complete: bool) -> None:
-        """End an open call, and those that begin in its unread text."""
+        """Also ends calls in its unread text."""
         while self._arguments is not None:
             self._read(self._end_arguments(complete=complete))
 
     def _end_arguments(self, *, complete: bool) -> str:
-        """End the arguments; returns the text after them."""
         arguments, self._arguments = self._arguments, None
         assert arguments is not None
         if not arguments.ended:

@@ -1,4 +1,4 @@
-"""One request's outputs on their way to its reader, merged until it takes them."""
+"""One request's outputs, merged until its reader takes them."""
 
 from collections.abc import Callable
 
@@ -24,11 +24,8 @@ class Clock(msgspec.Struct):
 
 
 class Stream:
-    """One request as its reader sees it. `take` raises InvalidRequest (refused), GenerationFailed
-    (this request failed, or its reader was slow) or EngineDead.
-
-    The reader sets `on_ready`, called in the writer's turn; the writer sets `aborted`.
-    """
+    """The reader sets `on_ready`, called in the writer's turn; the writer sets `aborted`. `take`
+    raises InvalidRequest, GenerationFailed (also for a slow reader) or EngineDead."""
 
     def __init__(
         self, request: int, abort: Callable[[int, AbortReason], None], clock: Clock, adapter: int = NO_ADAPTER
@@ -44,8 +41,7 @@ class Stream:
         self.on_ready: Callable[[], None] = lambda: None  # the reader is busy with something else, and will look
 
     def push(self, output: Output) -> int:
-        """Writer: more output. Returns the unread tokens; nothing accumulates after the reader
-        left."""
+        """Writer: more output. Returns the unread tokens; 0 once the reader left."""
         if self._left or self._error:
             return 0
         self._piled = piled = output if self._piled is None else _joined(self._piled, output)
@@ -53,7 +49,7 @@ class Stream:
         return len(piled.tokens)
 
     def fail(self, error: Exception) -> None:
-        """Writer: the end. Received output may still be read, then `error` is raised."""
+        """Writer: the end. `error` is raised after received output was read."""
         if self._error is None and not (self._piled and self._piled.finish):
             self._error = error
             self.on_ready()
@@ -69,11 +65,11 @@ class Stream:
 
     @property
     def ready(self) -> bool:
-        """Whether `take` returns or raises. Prompt logprobs wait for the first tokens."""
+        """Prompt logprobs wait for the first tokens."""
         return bool(self._left or self._error or (self._piled and (self._piled.tokens or self._piled.finish)))
 
     def take(self) -> Output | None:
-        """All new output, once `ready`; None once the reader has left."""
+        """None once the reader has left."""
         if self._left:
             return None
         if self._error and not (self._piled and self._piled.tokens):

@@ -1,6 +1,6 @@
 r"""A JSON Schema's constraints of a string as regular expressions: length, pattern, format.
 
-A pattern is searched for unless anchored; \d, \w and \s are ASCII, as in ECMA-262. FORMATS allow
+Patterns are searched for unless anchored, with ECMA-262's ASCII \d, \w and \s. FORMATS allow
 nothing that usual readers refuse; other formats are ignored. SchemaError names look-arounds and
 back-references.
 """
@@ -26,7 +26,7 @@ _IN_CLASS = re.compile(r"(\\.)(-(?!\]))?", re.DOTALL)  # an escape; a hyphen aft
 
 
 class SchemaError(ValueError):
-    """The message names the keyword. The schema without its `keywords` can be enforced."""
+    """The message names the keyword. Without `keywords` the schema can be enforced."""
 
     def __init__(self, message: str, *keywords: str) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class SchemaError(ValueError):
 
 
 def expressions(schema: Mapping[str, Any]) -> list[str]:
-    """Expressions that a whole string of this schema matches; an `enum` is of strings. SchemaError."""
+    """Expressions that all match a whole string of this schema. SchemaError."""
     regexes = [searched(schema["pattern"])] if "pattern" in schema else []
     if "enum" in schema:
         escaped = (re.sub(r"\W", lambda char: f"\\x{{{ord(char[0]):x}}}", text) for text in schema["enum"])
@@ -50,13 +50,12 @@ def expressions(schema: Mapping[str, Any]) -> list[str]:
 
 
 def lark_regex(expression: str) -> str:
-    """The terminal of a Lark grammar."""
     escaped = re.sub(r"\\.|/", lambda atom: atom[0].removeprefix("/") or r"\/", expression, flags=re.DOTALL)
     return f"/{escaped}/"
 
 
 def repeats(schema: Mapping[str, Any], lower: str, upper: str, named: int = 0) -> str:
-    """A repetition beyond `named` elements from two keywords. SchemaError: they are no bounds."""
+    """A repetition beyond `named` elements. SchemaError: the keywords are no bounds."""
     least = 0 if schema.get(lower) is None else schema[lower]
     most = schema.get(upper)
     is_wrong = not isinstance(least, int) or not isinstance(most, int | None) or least < 0
@@ -77,8 +76,7 @@ def searched(pattern: Any) -> str:
 
 
 def compiles(rule: str) -> bool:
-    """Whether a rule is short enough, accepted by llguidance, and matches some text; takes a
-    millisecond."""
+    """Whether a rule is short enough, accepted by llguidance, and matches some text; takes 1 ms."""
     return len(rule) <= _LONGEST_RULE and _compiles(rule)
 
 
@@ -91,8 +89,7 @@ def _compiles(rule: str) -> bool:
 
 
 def _alternatives(pattern: str) -> list[list[str]]:
-    """Split at the outermost bars, and each part into atoms: characters, escapes, classes, starts
-    of groups."""
+    """Split at the outermost bars, then into atoms: characters, escapes, classes, group starts."""
     branches: list[list[str]] = [[]]
     depth = 0
     for atom in _ATOM.findall(pattern):
@@ -107,7 +104,6 @@ def _alternatives(pattern: str) -> list[list[str]]:
 
 
 def _of_ascii(atom: str) -> str:
-    """An atom with ECMA-262's meaning of its escapes."""
     if not atom.startswith("["):
         return f"[{_ASCII[atom]}]" if atom in _ASCII else atom
     return _IN_CLASS.sub(lambda match: _ASCII[match[1]] + (r"\-" if match[2] else "") if match[1] in _ASCII else match[0], atom)

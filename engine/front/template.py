@@ -1,9 +1,8 @@
 """The checkpoint's chat template, in jinja2's sandbox, with messages guarded against control
 tokens.
 
-Before rendering, a sentinel character that no message has is put after every "<", the first
-character of all control tokens, so only the template writes them. Readers split at control tokens,
-then remove it.
+A sentinel that no message has is put after every "<", the first character of all control tokens, so
+only the template writes them. Readers split at control tokens, then remove it.
 """
 
 import json
@@ -51,8 +50,8 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], **switches: bool
     ) -> tuple[str, str]:
-        """The guarded text, and its sentinel. messages and tools are in OpenAI's form.
-        InvalidRequest names the field."""
+        """(guarded text, its sentinel), of messages and tools in OpenAI's form. InvalidRequest
+        names the field."""
         cut = CutCalls()
         try:
             prepared = [_prepared(message, cut) for message in messages]
@@ -67,7 +66,7 @@ class ChatTemplate:
         return text, sentinel
 
     def _guard(self, value: Any, sentinel: str) -> Any:
-        """A copy of a JSON value in which no string has, or can help to form, a control token."""
+        """A copy in which no string has, or can help to form, a control token."""
         if isinstance(value, str):
             for opener in self._openers:
                 value = value.replace(opener, opener + sentinel)
@@ -80,12 +79,12 @@ class ChatTemplate:
 
 
 def strip_thoughts(text: str) -> str:
-    """A reply without its <|channel>...<channel|> spans; an unclosed one goes to the end."""
+    """An unclosed thought goes to the end."""
     return "".join(part.split("<|channel>")[0] for part in text.split("<channel|>"))
 
 
 class CutCalls:
-    """Closes the arguments of calls that the token limit cut, which agents send back."""
+    """Closes call arguments that the token limit cut; agents send them back."""
 
     def __init__(self) -> None:
         self._left = MAX_CUT
@@ -124,8 +123,8 @@ def _without_thoughts(content: Any) -> Any:
 
 
 def _with_mapping(call: JsonObject, cut: CutCalls) -> JsonObject:
-    """The call with arguments as a mapping, since templates would print a JSON string verbatim.
-    What is no object is shown under a name that says so."""
+    """Arguments become a mapping: templates print a JSON string verbatim. Other values go under
+    "arguments"."""
     function = dict(call["function"])
     given = function.get("arguments")
     value = _parsed(given, cut) if isinstance(given, str) else given
@@ -151,7 +150,8 @@ class Lexeme(float):
 
 
 def _parsed(text: str, cut: CutCalls) -> Any:
-    """The JSON value; that of cut text, closed; else, or if nested too deeply, the text."""
+    """The JSON value; cut text is closed first. What cannot be read, or is nested too deeply, stays
+    text."""
     if not text.strip():
         return None
     try:
@@ -190,13 +190,12 @@ def _refuse(word: str) -> None:
 
 
 def characters(value: Any) -> int:
-    """Characters in all strings of a JSON value, with keys. InvalidRequest: more than MAX_VALUES
-    values."""
+    """InvalidRequest: more than MAX_VALUES values."""
     return sum(map(len, _strings(value)))
 
 
 def _sentinel(value: Any) -> str:
-    """A sentinel that no string has. InvalidRequest: all are in use."""
+    """InvalidRequest: all occur."""
     strings = list(_strings(value))
     for sentinel in _SENTINELS:
         if not any(sentinel in text for text in strings):
@@ -205,7 +204,7 @@ def _sentinel(value: Any) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string of a JSON value. InvalidRequest: more than MAX_VALUES values."""
+    """InvalidRequest: more than MAX_VALUES values."""
     left, seen = [value], 0
     while left:
         seen += 1

@@ -29,11 +29,8 @@ _SEAM = 64  # tokens at most that a text has fewer of than its pieces, where two
 
 
 class Detokenizer:
-    """Token ids to text for one stream, O(1) a token.
-
-    Equals the tokenizer's decode, but holds back an unfinished UTF-8 character, and shows each
-    invalid byte as U+FFFD, where Hugging Face replaces a whole run.
-    """
+    """Token ids to text for one stream, O(1) per token. Unlike the tokenizer's decode it holds back
+    an unfinished UTF-8 character, and shows each invalid byte, not each run, as U+FFFD."""
 
     def __init__(self, pieces: Pieces, *, skip_special_tokens: bool = True) -> None:
         self._pieces = pieces
@@ -41,7 +38,7 @@ class Detokenizer:
         self._pending = b""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens add, perhaps empty. Unknown ids show as U+FFFD."""
+        """Unknown ids show as U+FFFD."""
         out = []
         for token_id in token_ids:
             if token_id in self._skipped:
@@ -66,11 +63,8 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a stream of text at the first stop string, whatever the chunking.
-
-    The match that ends first wins, then the longest. Text that may begin a stop string is held
-    back.
-    """
+    """Cuts a stream of text at the first stop string, whatever the chunking. The match that ends
+    first wins, then the longest. Text that may begin a match is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -92,14 +86,13 @@ class StopStrings:
         return text, None
 
     def flush(self) -> str:
-        """The held text, when no match can follow."""
         held, self._held = self._held, ""
         return held
 
 
 class TextProcessor:
-    """Thread-safe, immutable. `eos_ids` end a reply; `pieces`: the vocabulary as output;
-    `thinks_by_default`: the model thinks unless told."""
+    """Thread-safe, immutable. `eos_ids` end a reply; `pieces`: the vocabulary; `thinks_by_default`:
+    the model thinks unless told."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: str | None, tokens: Mapping[str, str], eos: Sequence[int]
@@ -119,8 +112,8 @@ class TextProcessor:
 
     @classmethod
     def load(cls, folder: Path, template: Path | None = None) -> Self:
-        """Load tokenizer(_config).json, generation_config.json, and a template. CheckpointError:
-        unusable files, ids outside the model, or a control token made by plain text."""
+        """CheckpointError: unusable files, ids outside the model, or a control token made by plain
+        text."""
         settings = read_optional(folder / "tokenizer_config.json")
         made = cls(read_tokenizer(folder), template_source(folder, template), _named_tokens(settings), read_eos(folder))
         rows, last = model_vocabulary(folder), made.vocab_size - 1
@@ -142,11 +135,8 @@ class TextProcessor:
         media: Sequence[tuple[MediaKind, str]] = (),
         **switches: bool,
     ) -> list[int]:
-        """The token ids of a conversation, <bos> included. InvalidRequest names the field, also for
-        more than `most` tokens.
-
-        messages and tools are in OpenAI's form. `media`: in order, the text for each.
-        """
+        """Token ids of a conversation in OpenAI's form, with <bos>. `media`: the text for each.
+        InvalidRequest names the field, also for more than `most` tokens."""
         if self._template is None:
             raise InvalidRequest("messages: this model has no chat template, only raw prompts", param="messages")
         text, sentinel = self._template.render(messages, tools, add_generation_prompt=add_generation_prompt, **switches)
@@ -156,7 +146,7 @@ class TextProcessor:
         return self._control.get(name)
 
     def encode(self, text: str, add_bos: bool, most: int = NO_BOUND) -> list[int]:
-        """Token ids of a raw prompt. Control tokens in it count as such; `add_bos` adds no second
+        """Token ids of a raw prompt, where control tokens count as such. `add_bos` adds no second
         <bos>."""
         ids = self._tokenize(text, "prompt", most)
         if not add_bos or self._bos_id is None or ids[:1] == [self._bos_id]:
@@ -180,8 +170,8 @@ class TextProcessor:
         return ids
 
     def _pieces_of(self, text: str) -> Iterator[tuple[str, str]]:
-        """(plain text, the control token after it), in order; many short searches, as each holds
-        the interpreter's lock."""
+        """(plain text, the control token after it). Searches are short: each holds the
+        interpreter's lock."""
         begun = position = 0
         while position < len(text):
             end = position + _WINDOW
@@ -203,7 +193,7 @@ class TextProcessor:
         return self._encoded(text)
 
     def _is_longer(self, text: str, most: int) -> bool:
-        """Judged by a part of a long text: pieces share few tokens at their boundaries."""
+        """Judges by pieces, which share few tokens at their boundaries."""
         count = 0
         for begin in range(0, len(text), _WINDOW):
             count += len(self._encoded(text[begin : begin + _WINDOW])) - _SEAM
@@ -233,7 +223,7 @@ def _too_many(param: str, most: int) -> InvalidRequest:
 
 
 def template_source(folder: Path, instead: Path | None) -> str | None:
-    """The text of `instead`, or of the checkpoint's template, or None. CheckpointError: unreadable."""
+    """The text of `instead`, or the checkpoint's template. CheckpointError: unreadable."""
     path = instead or folder / "chat_template.jinja"
     if instead is None and not os.path.lexists(path):
         source = read_optional(folder / "tokenizer_config.json").get("chat_template")
@@ -247,8 +237,7 @@ def template_source(folder: Path, instead: Path | None) -> str | None:
 
 
 def _named_tokens(settings: JsonObject) -> dict[str, str]:
-    """The `*_token` entries of tokenizer_config.json, strings or AddedTokens. CheckpointError:
-    another object."""
+    """The `*_token` entries, strings or AddedTokens. CheckpointError: another object."""
     named = {}
     for name, value in settings.items():
         if not name.endswith("_token"):

@@ -1,8 +1,5 @@
-"""The tools that a request declares, checked and found by the names that models use.
-
-A declaration is OpenAI's: {"type": "function", "function": {"name", "description"?, "parameters"?:
-a JSON Schema of an object}}.
-"""
+"""The tools that a request declares in OpenAI's form, checked and found by the names that models
+use."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,10 +19,8 @@ _LONGEST_PATH = 200  # characters of where a schema stands
 
 
 class Tools:
-    """Declared tools by name. InvalidRequest names a wrong declaration.
-
-    `paths`: the client's, of each function and its parameters, if not OpenAI's.
-    """
+    """InvalidRequest names a wrong declaration. `paths`: the client's, of each function and its
+    parameters, if not OpenAI's."""
 
     def __init__(self, declarations: Sequence[JsonObject], paths: Sequence[tuple[str, str]] = ()) -> None:
         self._schemas: dict[str, ValueSchema] = {}
@@ -61,7 +56,6 @@ class Tools:
         return self._schemas.get(name, ValueSchema())
 
     def may_become_call(self, text: str) -> bool:
-        """Whether `call:NAME` of a declared tool begins with `text`."""
         return any(f"call:{name}".startswith(text) for name in self._schemas)
 
 

@@ -22,7 +22,7 @@ class Share:
         return self._total
 
     def take(self, client: str, amount: int) -> bool:
-        """Hold more for the client; False, without effect, if it may not."""
+        """False, without effect, if the client may not hold more."""
         if self._held[client] + amount > self.most - self._total:
             return False
         self._held[client] += amount
@@ -37,8 +37,8 @@ class Share:
 
 
 class Turns:
-    """Places for pieces of work. A free one goes to the waiting client with the fewest, then to the
-    longest waiting; the last one only to a client without any."""
+    """Places for work. A free one goes to the waiting client with the fewest, then to the longest
+    waiting; the last only to a client without any."""
 
     def __init__(self, places: int) -> None:
         self._places = places
@@ -46,11 +46,8 @@ class Turns:
         self._waiting: dict[asyncio.Future[None], str] = {}
 
     async def run(self, client: str, work: Callable[[], Awaitable[T]], wait_s: float | None = None) -> T:
-        """Run `work`. TimeoutError: no place within `wait_s`.
-
-        A cancelled caller leaves at once; its work continues and keeps the place, as threads cannot
-        be stopped.
-        """
+        """TimeoutError: no place within `wait_s`. A cancelled caller leaves at once; its work keeps
+        the place, since threads cannot be stopped."""
         async with asyncio.timeout(wait_s):
             await self._wait(client)
         task = asyncio.ensure_future(work())

@@ -29,18 +29,17 @@ Schema = Mapping[str, Any]  # a JSON Schema that is an object
 
 @dataclass(frozen=True)
 class ValueSchema:
-    """One value's schema; `root` resolves `#/...` references. Without a schema anything is allowed."""
+    """One value's schema; `root` resolves `#/...` references. True: anything is allowed."""
 
     schema: Any = True
     root: Any = True
 
     @cached_property
     def types(self) -> frozenset[str] | None:
-        """Allowed JSON types, or None."""
         return frozenset(kind for branch in self._branches() for kind in types_of(branch)) or None
 
     def allows(self, kind: str) -> bool:
-        """Whether this JSON type is allowed; an integer is also a number."""
+        """An integer is also a number."""
         return self.types is None or kind in self.types or (kind == "integer" and "number" in self.types)
 
     def member(self, key: str) -> "ValueSchema":
@@ -48,7 +47,7 @@ class ValueSchema:
 
     @cached_property
     def constants(self) -> frozenset[bytes] | None:
-        """The only values, as JSON, by const or enum, also of references; None: others are allowed."""
+        """The only values, as JSON, by const or enum; None: others are allowed."""
         constants = _constants_of(self._single_branch)
         return None if constants is None else frozenset(msgspec.json.encode(value, order="sorted") for value in constants)
 
@@ -62,7 +61,7 @@ class ValueSchema:
 
     @cached_property
     def only_keys(self) -> KeysView[str] | None:
-        """The only keys of an object; None: others are allowed."""
+        """None: other keys are allowed."""
         branch = self._single_branch
         is_closed = branch.get("additionalProperties") is False and "patternProperties" not in branch
         return _mapping(branch.get("properties")).keys() if is_closed else None
@@ -74,7 +73,7 @@ class ValueSchema:
         return self._inside(lambda branch: _element(branch, index))
 
     def _inside(self, schema_of: Callable[[Schema], Any]) -> "ValueSchema":
-        """The union of the alternatives that say something; one that allows anything wins."""
+        """The union of `schema_of` over the alternatives; one that allows anything wins."""
         schemas = [inner for branch in self._branches() if (inner := schema_of(branch)) is not None and inner is not False]
         if not schemas or not all(isinstance(inner, Mapping) for inner in schemas):
             return ValueSchema(True, self.root)
@@ -87,7 +86,6 @@ class ValueSchema:
         return branches[0] if len(branches) == 1 else {}
 
     def _branches(self) -> Iterator[Schema]:
-        """The schema and its alternatives, references followed."""
         left, seen = [self.schema], 0
         while left and seen < _BRANCHES:
             seen += 1
@@ -117,11 +115,8 @@ def listed(value: Any) -> list[Any]:
 
 
 def as_json_schema(schema: Schema) -> JsonObject:
-    """A schema in plain JSON Schema: without OpenAPI's `nullable`, Gemini's capitals, and keywords
-    without effect.
-
-    Keywords of all drafts apply, whatever `$schema` says. `$id` is ignored.
-    """
+    """Removes OpenAPI's `nullable`, Gemini's capitals, and keywords without effect. Keywords of all
+    drafts apply, whatever `$schema` says; `$id` is ignored."""
     kept = {keyword: _spelled(keyword, value) for keyword, value in schema.items() if not _says_nothing(keyword, value)}
     kept = _with_held_bound(_with_held_bound(kept, "Minimum"), "Maximum")
     return {"anyOf": [{"type": "null"}, kept]} if kept.pop("nullable", False) is True else kept
@@ -150,8 +145,8 @@ def _says_nothing(keyword: str, value: Any) -> bool:
 
 
 def _with_held_bound(schema: JsonObject, side: str) -> JsonObject:
-    """llguidance would allow an exclusive bound of a whole number whose other bound is less than 1
-    away, as in 0 < x < 0.5."""
+    """llguidance would allow an exclusive whole bound with the other less than 1 away, as in 0 < x
+    < 0.5."""
     exclusive = f"exclusive{side}"
     inclusive = side.lower()
     bound = schema.get(exclusive)
@@ -176,7 +171,7 @@ def _is_finite(value: Any) -> TypeGuard[float]:
 
 
 def has_few_digits(multiple: Any) -> bool:
-    """Whether a `multipleOf` has at most four significant digits, which bound a grammar's states."""
+    """Whether `multipleOf` has at most four significant digits, which bound a grammar's states."""
     try:
         return len(Decimal(str(multiple)).normalize().as_tuple().digits) <= _DIGITS
     except InvalidOperation:
@@ -185,7 +180,7 @@ def has_few_digits(multiple: Any) -> bool:
 
 @dataclass
 class Comparison:
-    """Compares branches of oneOf, at most `pairs` in total, microseconds each."""
+    """Compares at most `pairs` branches of oneOf, microseconds each."""
 
     pairs: int = 4096
 
@@ -197,7 +192,7 @@ class Comparison:
 
 
 def _are_apart(left: ValueSchema, right: ValueSchema) -> bool:
-    """Whether no value fits both, by types, constants, required members and their constants."""
+    """By types, constants, required members and their constants."""
     if left.types is not None and right.types is not None and not _with_numbers(left.types) & _with_numbers(right.types):
         return True
     if left.constants is not None and right.constants is not None:
@@ -213,7 +208,7 @@ def _with_numbers(types: frozenset[str]) -> frozenset[str]:
 
 
 def json_kind(text: str) -> str | None:
-    """The JSON type of `text`, or None if it is not JSON, such as a cut object."""
+    """None if it is not JSON, such as a cut object."""
     try:
         msgspec.json.decode(text, type=msgspec.Raw)  # numbers as they are, however large
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):

@@ -1,1 +1,0 @@
-"""Adapters by name."""

@@ -63,7 +63,7 @@ class AdapterCentre:
         return entry
 
     def late_adapters(self, replica: str, application: str, revision: int) -> LateReplicas:
-        """Of the replicas other than this one."""
+        """Counts replicas other than this one."""
         found = self._found(application, EMPTY)
         now = self._clock()
         found.replicas = {name: each for name, each in found.replicas.items() if now - each.seen < SILENT_S}

@@ -1,4 +1,4 @@
-"""The adapters that requests may name: those of the config, and those that are loaded and unloaded while the model is served.
+"""The adapters that requests may name.
 
     load     every rank reads the folder --> the core knows it --> a prompt's logprobs are not the model's --> its name is served
     unload   its name is served no more --> its requests end --> every rank forgets it
@@ -26,7 +26,8 @@ _FIRST = -(1 << 62)  # the priority of a check, before every request
 
 
 class AdapterRegistry:
-    """Runs on the event loop of `client`. links: to the ranks; None: the adapters of the config are all that are ever served."""
+    """Runs on the loop of `client`. `links`: to the ranks; None: only the config's adapters are
+    served."""
 
     def __init__(self, settings: ServiceSettings, client: EngineClient, text: TextProcessor, links: RankLinks | None) -> None:
         self._settings, self._client, self._links = settings, client, links
@@ -46,7 +47,7 @@ class AdapterRegistry:
         return name in self.ids
 
     def id_of(self, model: str | None) -> int:
-        """The id of the adapter that a request's `model` names, -1: the model itself. ModelNotFound: it names neither."""
+        """-1: the model itself. ModelNotFound."""
         if model in (None, *self._settings.names):
             return NO_ADAPTER
         if model not in self.ids:
@@ -54,20 +55,20 @@ class AdapterRegistry:
         return self.ids[str(model)]
 
     def name_of(self, adapter: int) -> str | None:
-        """The name of an adapter that is served; None: it is leaving."""
+        """None: the adapter is leaving."""
         return next((name for name, known in self.ids.items() if known == adapter), None)
 
     def folder_of(self, name: str) -> str | None:
         return self._folders.get(name)
 
     async def check_all(self) -> None:
-        """CheckpointError names an adapter of the config that changes nothing."""
+        """CheckpointError names an adapter that changes nothing."""
         for name, adapter in self.ids.items():
             await self._check(name, adapter)
 
     async def load(self, name: str, path: str, *, in_place: bool) -> str:
-        """Serve the adapter in a folder by this name, in the place of one of that name if `in_place`. Returns the folder, once it
-        can be used. InvalidRequest: it cannot be served; Forbidden: adapters are not loaded here."""
+        """Returns the folder, once it can be used. InvalidRequest: it cannot be served; Forbidden:
+        loading is off."""
         async with self._loading:
             folder = await asyncio.to_thread(self._folder, path)
             self._check_name(name, in_place=in_place)
@@ -81,7 +82,7 @@ class AdapterRegistry:
             await self._serve(name, folder)
 
     def unload(self, name: str) -> None:
-        """Refuse new requests of that adapter; those that it has go on. ModelNotFound: it is not served; Forbidden: as `load`."""
+        """Refuse new requests; open ones go on. ModelNotFound; Forbidden."""
         self._check_allowed()
         if name not in self.ids:
             raise ModelNotFound(name)
@@ -93,8 +94,7 @@ class AdapterRegistry:
             raise Forbidden("Adapters are loaded and unloaded only where the config sets max_adapters and adapter_folder.")
 
     def _folder(self, path: str) -> Path:
-        """The folder that a request names. InvalidRequest: there is no such folder, or it is not below
-        adapter_folder."""
+        """InvalidRequest: no folder, or not below adapter_folder."""
         self._check_allowed()
         assert self._settings.adapter_folder is not None
         root = Path(self._settings.adapter_folder)
@@ -151,12 +151,12 @@ class AdapterRegistry:
             self._client.change_adapter(AdapterChange("remove", before))
 
     async def _check(self, name: str, adapter: int) -> None:
-        """CheckpointError: one prompt's logprobs are the model's own. Both are computed now: the kernels may have changed."""
+        """CheckpointError: a prompt's logprobs are the model's own, which are computed anew:
+        kernels may have changed."""
         if await self._logprobs(adapter) == await self._logprobs(NO_ADAPTER):
             raise CheckpointError(f"adapters.{name}: logits of a prompt are the model's own: the adapter changes nothing")
 
     async def _logprobs(self, adapter: int) -> list[Any]:
-        """What the model gives for the prompt of checks: logprobs of its tokens, and of the next one."""
         stream = self._client.generate(self._prompt, _CHECK, salt="adapter check", priority=_FIRST, adapter=adapter)
         prompt = b""
         given: list[Any] = []
@@ -176,7 +176,6 @@ class AdapterRegistry:
         return [prompt, *given]
 
     def _carry_out(self, orders: AdapterOrders) -> None:
-        """Have the ranks do what the core wants."""
         for adapter, slot in orders.places:
             self._start(self._place(adapter, slot))
         for adapter in orders.drops:
@@ -193,14 +192,15 @@ class AdapterRegistry:
         self._held -= 1
 
     def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Run it to its end, even if the client that waits for it leaves."""
+        """Run it to its end, even if the waiting client leaves."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        """Errors are for who waits; without one, the only error is that the group is gone, which its watcher tells."""
+        """Waiters get errors. Without one the only error is that the group is gone, which its
+        watcher reports."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         assert error is None or isinstance(error, EngineDead | InvalidRequest), error

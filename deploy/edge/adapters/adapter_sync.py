@@ -1,4 +1,4 @@
-"""Has loads and unloads at a replica reach the others."""
+"""Spreads a replica's loads and unloads to the others."""
 
 import asyncio
 import logging
@@ -27,7 +27,6 @@ class AdapterSync:
         self._changing = asyncio.Lock()
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
-        """As the registry's, at every replica."""
         before = self._registry.folder_of(name)
         folder = await self._registry.load(name, path, in_place=in_place)
         if self._centre is None:
@@ -55,7 +54,7 @@ class AdapterSync:
             await asyncio.sleep(PERIOD_S)
 
     async def sync(self) -> bool:
-        """Do what other replicas did; False: the centre does not answer."""
+        """False: the centre does not answer."""
         try:
             wanted: AdapterList = await self._ask("sync_adapters", self._done, self._errors)
             if wanted.revision > self._done.revision:

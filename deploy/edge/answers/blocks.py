@@ -1,4 +1,4 @@
-"""Formats that stream a reply block by block, as the APIs for agents do."""
+"""Formats that stream a reply block by block."""
 
 import abc
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ encode = msgspec.json.encode
 
 
 class BlockFormat(OneChoice, abc.ABC):
-    """A format with one choice, whose stream has one open block at a time."""
+    """A stream has one open block at a time."""
 
     @abc.abstractmethod
     def opened(self, block: ReplyBlock) -> bytes:
@@ -47,5 +47,5 @@ class BlockFormat(OneChoice, abc.ABC):
 
 
 def event(kind: str, **fields: object) -> bytes:
-    """A named server-sent event, whose data repeats the name."""
+    """A server-sent event named `kind`, whose data repeats the name."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))

@@ -25,10 +25,8 @@ class ServedModel(FrozenStruct):
 
 
 class Usage(FrozenStruct):
-    """Token counts of a request, all choices together.
-
-    accepted, rejected   draft tokens that are, or are not, part of the completion
-    """
+    """Of all choices together. accepted, rejected: draft tokens that are, or are not, in the
+    completion."""
 
     prompt: int
     completion: int
@@ -46,10 +44,10 @@ class ResponseFormat(Protocol):
     media_type: str
 
     def begin(self, usage: Usage) -> bytes:
-        """The stream's first bytes, sent once the prompt is accepted."""
+        """The first bytes, sent once the prompt is accepted."""
 
     def events(self, index: int, delta: Delta) -> bytes:
-        """What a delta adds to the stream, with its choice's beginning and end; may be empty."""
+        """Includes its choice's begin and end; may be empty."""
 
     def end(self, usage: Usage) -> bytes:
         """The last events, once every choice has ended."""
@@ -58,15 +56,13 @@ class ResponseFormat(Protocol):
         """The last event after an error."""
 
     def add(self, index: int, delta: Delta) -> None:
-        """Add a delta to a whole answer."""
+        """Add to a whole answer."""
 
     def full(self, usage: Usage) -> bytes:
         """The whole answer."""
 
 
 class OneChoice:
-    """A format with one choice, which is accumulated."""
-
     media_type = JSON
 
     def __init__(self) -> None:

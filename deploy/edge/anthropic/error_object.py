@@ -1,7 +1,6 @@
 """An error in Anthropic's shape.
 
-The client's tool runner asks for a stored `thread`; `details` refuses it in words that let it
-continue.
+The client's tool runner asks for a stored `thread`; `details` refuses it so that it continues.
 """
 
 from deploy.edge.http.error_response import ErrorShape

@@ -41,7 +41,6 @@ class MessageFormat(BlockFormat):
         return b"event: error\ndata: " + encode(ANTHROPIC_ERROR.body(error)) + b"\n\n"
 
     def full(self, usage: Usage) -> bytes:
-        """The whole message, without an unfinished call."""
         blocks = [block for block in self.choice.blocks if block.kind != "call" or json_kind(block.text)]
         content = [_shown(block, block.text, msgspec.Raw(block.text.encode())) for block in blocks]
         return encode(self._message(content, usage) | self._stopped())
@@ -60,7 +59,6 @@ class MessageFormat(BlockFormat):
         return event("content_block_delta", index=block.index, delta=delta)
 
     def closed(self, block: ReplyBlock) -> bytes:
-        """Sign a thought, then end the block."""
         signed = {"type": "signature_delta", "signature": SIGNATURE}
         before = event("content_block_delta", index=block.index, delta=signed) if block.kind == "reasoning" else b""
         return before + event("content_block_stop", index=block.index)

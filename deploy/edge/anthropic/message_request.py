@@ -223,7 +223,6 @@ def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
 
 
 def _reply(blocks: list[ContentBlock], where: str) -> ChatMessage:
-    """A turn of the model, without redacted thoughts."""
     texts = []
     thoughts = []
     calls = []
@@ -239,7 +238,7 @@ def _reply(blocks: list[ContentBlock], where: str) -> ChatMessage:
 
 
 def _call(block: ContentBlock, where: str) -> PastCall:
-    """Keep the input's text, so that numbers are rendered as written."""
+    """Keeps the input's text, so that numbers are rendered as written."""
     if block.id is None or block.name is None:
         raise invalid(where, "a tool_use block has an id and a name")
     given = not_null(block.input)

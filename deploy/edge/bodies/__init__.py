@@ -1,1 +1,0 @@
-"""JSON and forms, read within bounds."""

@@ -1,5 +1,5 @@
-"""Reads JSON as a type. Refuses keys of other servers unless their value asks for what is done
-anyway; ignores unknown keys."""
+"""Reads JSON as a type. Refuses keys of other servers unless their value asks for nothing; ignores
+unknown keys."""
 
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar

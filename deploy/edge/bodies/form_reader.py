@@ -1,4 +1,4 @@
-"""Reads multipart/form-data as a type. The file becomes base64, as JSON would have it."""
+"""Reads multipart/form-data as a type; the file becomes base64."""
 
 import base64
 import re
@@ -25,7 +25,7 @@ R = TypeVar("R", bound=Struct)
 
 
 class FormReader(Generic[R]):
-    """`file` is the file. `absent` keys, with "[]" or without, are refused."""
+    """`absent` keys, with "[]" or without, are refused."""
 
     def __init__(self, kind: type[R], absent: Collection[str]) -> None:
         self.kind = kind

@@ -1,4 +1,4 @@
-"""Types of JSON values: short texts, bounded numbers, and raw JSON."""
+"""Types of JSON values."""
 
 from typing import Annotated
 

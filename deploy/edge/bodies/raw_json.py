@@ -1,8 +1,6 @@
-"""JSON of unknown size inside a request, kept as bytes and decoded with a bound.
-
-Decoding stops at the first fault, and what a body may hold is counted before, so it costs at most a
-scan. InvalidRequest names the key.
-"""
+"""JSON of unknown size inside a request, kept as bytes and decoded with a bound. Decoding stops at
+the first fault, and counts come before it, so a body costs at most a scan. InvalidRequest names
+the key."""
 
 import re
 from collections.abc import Sequence
@@ -45,7 +43,7 @@ def _first(path: str) -> str:
 
 
 def first_characters(raw: Raw) -> bytes:
-    """The first two characters that are not white space; they show a list's kind."""
+    """The first two non-space characters; they show a list's kind."""
     head = _HEAD.match(raw)
     assert head is not None, "the pattern matches anything"
     return head[1] + head[2]
@@ -57,13 +55,12 @@ def not_null(raw: Json) -> Raw | None:
 
 
 def copied(raw: Json) -> Raw | None:
-    """Like `not_null`, on one line and without keeping the body in memory."""
+    """As `not_null`, on one line, without keeping the body in memory."""
     given = not_null(raw)
     return None if given is None else Raw(msgspec.json.format(given, indent=-1))
 
 
 def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V]) -> V:
-    """InvalidRequest."""
     try:
         return decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -78,7 +75,6 @@ def token_ids(raw: Json, key: str, most: int) -> list[int]:
 
 
 def check_commas(raw: Raw, key: str, most: int) -> None:
-    """Counts commas. InvalidRequest."""
     if first_characters(raw)[:1] == b"[" and bytes(raw).count(b",") >= most:
         raise invalid(key, f"more than {most} token ids")
 
@@ -99,7 +95,7 @@ def check_large(body: bytes) -> None:
 
 
 def list_decoder(element: Any, most: int) -> msgspec.json.Decoder[list[Any]]:
-    """msgspec counts elements when it has read all, so each must have a string, which
+    """msgspec counts elements only after reading all; each must have a string, which
     `check_strings` counts."""
     return msgspec.json.Decoder(Annotated[list[element], Meta(max_length=most)])
 
@@ -123,7 +119,6 @@ def read_text(raw: Json, key: str) -> str | None:
 
 
 def _complaint(error: Exception, key: str, decoded: Any) -> InvalidRequest:
-    """Translate msgspec's error; `key` was decoded as `decoded`."""
     if not isinstance(error, msgspec.ValidationError):
         why = _MALFORMED.get(type(error), str(error)).replace("data was truncated", _TRUNCATED)
         return InvalidRequest(f"The body is not JSON: {why}", param=_first(key) or None, code="invalid_json")
@@ -140,7 +135,7 @@ def _complaint(error: Exception, key: str, decoded: Any) -> InvalidRequest:
 
 
 def _allowed_values(kind: Type, path: list[str]) -> Sequence[Any]:
-    """The only values allowed at a path of keys; empty if any are."""
+    """Empty if any value is allowed."""
     inside = []
     match kind:
         case LiteralType():

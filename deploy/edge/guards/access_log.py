@@ -23,14 +23,14 @@ _PLAIN = re.compile(r"[\w.:/@+,-]*", re.ASCII)
 
 
 def _plain(value: object) -> str:
-    """Quote and escape a value that could be read as more than one field."""
+    """Quote a value that could be read as several fields."""
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
 @dataclass
 class AccessLog:
-    """Wraps the whole app. Serve puts `x-request-id` on replies."""
+    """Serve puts `x-request-id` on replies."""
 
     app: ASGIApp
     service: Service

@@ -2,7 +2,7 @@
 
 `Upgrade: h2c`, which Java's client sends first, is ignored (RFC 9110); uvicorn over httptools would
 lose the body. A WebSocket gets 426, after which Codex continues over HTTP. The kernel receives
-little of a body that nobody reads yet.
+little of an unread body.
 """
 
 import asyncio
@@ -21,14 +21,13 @@ RECEIVED_BYTES = 64 << 10  # by the kernel before they are read; it takes twice 
 
 
 def install() -> None:
-    """Make servers that this process starts use UpgradeIgnored. uvicorn reads the class name from
-    this table."""
+    """Servers started in this process use UpgradeIgnored: uvicorn reads the class name from this
+    table."""
     HTTP_PROTOCOLS["auto"] = f"{__name__}:{UpgradeIgnored.__name__}"
 
 
 class UpgradeIgnored(HttpToolsProtocol):
-    """httptools stops at a head that asks for an upgrade, so a new parser gets the head without it,
-    and what follows."""
+    """httptools stops at a head that asks for an upgrade: a new parser gets the head without it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -61,7 +60,7 @@ class UpgradeIgnored(HttpToolsProtocol):
 
 @dataclass
 class WithoutWebSockets:
-    """Wraps an ASGI app. A WebSocket gets an error of its API."""
+    """A WebSocket gets an error of its API."""
 
     app: ASGIApp
 

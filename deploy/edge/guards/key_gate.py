@@ -1,7 +1,5 @@
-"""Checks the API key and its rights by path, before anything else of a request is read.
-
-The path is the scope's, as the router sees it. An unknown path needs all rights.
-"""
+"""Checks the API key and its rights before anything else of a request is read. Rights go by the
+scope's path, as the router sees it; an unknown path needs all."""
 
 from collections.abc import Sequence
 
@@ -29,7 +27,7 @@ async def check_key(ring: KeyRing, scope: Scope, proxies: Sequence[str]) -> str:
 
 
 async def sender(ring: KeyRing, scope: Scope, proxies: Sequence[str]) -> str | None:
-    """Whose request it is; None if `check_key` will refuse it, so that its body need not be read."""
+    """Whose request it is; None if `check_key` will refuse it, so its body need not be read."""
     try:
         key = await _identify(ring, scope)
         if key is not None:

@@ -1,9 +1,8 @@
-"""ASGI middleware that refuses requests before they are read: around our app and, by `outermost`,
-around Serve.
+"""ASGI middleware that refuses requests before they are read, around our app and around Serve
+(`outermost`).
 
-A body is read here as a whole (uploads.py), so a slow sender holds nothing else. Headers that would
-steer Serve's deadlines and routing are removed, also before Serve. The guard around Serve reads no
-body of a request that key checks will refuse.
+Bodies are read whole, so a slow sender holds nothing else. Headers that would steer Serve are
+removed. The guard around Serve reads no body that key checks will refuse.
 """
 
 import asyncio
@@ -45,14 +44,12 @@ _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 
 @dataclass
 class UnreadBody:
-    """The answer to an unread request. It ends only with the body, since a client that sends
-    everything first would lose it."""
+    """The answer ends only with the body: clients that send everything first would lose it."""
 
     send: Send
     is_held: bool = False
 
     async def answer(self, message: Message) -> None:
-        """Send everything except the end."""
         self.is_held = message["type"] == "http.response.body" and not message.get("more_body")
         await self.send({**message, "more_body": True} if self.is_held else message)
 
@@ -71,8 +68,6 @@ class UnreadBody:
 
 @dataclass
 class Limits:
-    """Wraps an ASGI app."""
-
     app: ASGIApp
     limits: LimitSettings
     # returns the client by API key, or None if the application will refuse the request, so that its
@@ -118,7 +113,7 @@ class Limits:
         await unread.end(receive, self.limits.body_timeout_s)
 
     def _bounded(self, send: Send) -> Send:
-        """TimeoutError for a slow write; Serve's own proxy would wait and buffer without bound."""
+        """TimeoutError for a slow write; Serve's own proxy would buffer without bound."""
         return lambda message: bounded(send(message), self.limits.write_timeout_s)
 
     async def _client(self, scope: Scope) -> str | None:
@@ -144,7 +139,7 @@ class Limits:
 
 
 def check_head(scope: Scope, limits: LimitSettings) -> None:
-    """Raise the kind of InvalidRequest that applies."""
+    """Raises the kind of InvalidRequest that applies."""
     headers = scope["headers"]
     size = sum(len(name) + len(value) for name, value in headers)
     if size > limits.header_bytes:
@@ -164,8 +159,7 @@ def check_head(scope: Scope, limits: LimitSettings) -> None:
 
 
 def _check_host(hosts: list[bytes], limits: LimitSettings) -> None:
-    """Refuse foreign names: a page of another site can reach a loopback server by a name of its
-    own."""
+    """Refuse foreign names: a page of another site can reach a loopback server by its own name."""
     for host in hosts:
         match = _HOST.fullmatch(host)
         if match is None or len(hosts) > 1:
@@ -202,7 +196,7 @@ class _Cors(CORSMiddleware):
 
 
 def _kept(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """Drop stripped headers and a malformed x-request-id, which is replaced by our own."""
+    """Drop stripped headers and a malformed x-request-id; ours replaces it."""
     return [
         (name, value)
         for name, value in headers

@@ -1,8 +1,5 @@
-"""Around Serve's proxy: a request gets 503 with Retry-After while a lost replica is replaced.
-
-Serve would let it wait, which is right only where a replica starts on purpose
-(deploy/serve_guard.py).
-"""
+"""Around Serve's proxy: requests get 503 with Retry-After while a lost replica is replaced, but
+wait for one that starts on purpose (deploy/serve_guard.py)."""
 
 import asyncio
 import logging
@@ -25,7 +22,7 @@ PERIOD_S = 0.5  # between two looks at a request that waits, and at what Serve s
 
 @dataclass
 class Recovery:
-    """Wraps Serve's proxy. `routes` may block."""
+    """`routes` may block."""
 
     app: ASGIApp
     routes: Callable[[], Routes]
@@ -71,7 +68,7 @@ class Recovery:
             await refuse(EngineDead("the replica is gone"), error_shape_of(scope), scope, receive, send)
 
     async def _is_lost(self, path: str) -> bool:
-        """Whether Serve reported the application as lost, at most PERIOD_S ago."""
+        """Whether Serve reported it lost, at most PERIOD_S ago."""
         now = asyncio.get_running_loop().time()
         if self._look is None or (self._look.done() and now - self._looked >= PERIOD_S):
             self._looked = now
@@ -83,7 +80,7 @@ class Recovery:
         return routes.get(max(prefixes, key=len, default=""), False)
 
     async def _read_routes(self) -> Routes:
-        """Ask Serve; a failure is logged and counts as no report."""
+        """A failure is logged and counts as no report."""
         try:
             return await asyncio.to_thread(self.routes)
         except Exception:

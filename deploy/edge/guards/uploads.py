@@ -4,10 +4,9 @@
     text            `texts`                    (nothing)
     mostly media    `media`                    `media`
 
-A body above TEXT_BYTES can only be media. So text is never refused for media that wait, however many there are.
-
-A body whose head says its length waits for room in line, then it is refused. Meanwhile its client's writes stand still: a piece is
-read now and then, because HAProxy gives up a connection that takes nothing for 8 s (`tcp-ut` in haproxy.sh).
+A body above TEXT_BYTES can only be media, so waiting media never cause the refusal of text. A body
+with a known length waits in line for room; meanwhile a piece is read now and then, because HAProxy
+gives up a connection that takes nothing for 8 s (`tcp-ut` in haproxy.sh).
 """
 
 import asyncio
@@ -45,8 +44,8 @@ class Uploads:
         self._freed = 0  # bytes since then
 
     async def read(self, upload: "Upload", receive: Receive, length: int) -> None:
-        """The whole body; `length` is what its head says, or 0. TooLarge, TooSlow; Overloaded: it has no room, for WAITS_S where
-        its head gives its length; ClientDisconnect: the client leaves before its end."""
+        """The whole body. `length`: as its head says, or 0. TooLarge, TooSlow, ClientDisconnect;
+        Overloaded: no room, after WAITS_S with a length."""
         if not self.coming.take(upload.claim.client, 1):
             raise Overloaded("Too many bodies are being sent; please try again shortly.")
         try:
@@ -59,7 +58,6 @@ class Uploads:
             self.coming.give_back(upload.claim.client, 1)
 
     def freed(self, size: int) -> None:
-        """Give the room to those that wait and may have it."""
         self._freed += size
         for room, (claim, length) in list(self._waiting.items()):
             with suppress(Overloaded):
@@ -89,7 +87,7 @@ class Uploads:
             self._waiting.pop(room, None)
 
     def _retry_s(self, room: asyncio.Future[None], now: float) -> int:
-        """Seconds until there is room, if as much is freed as since the line formed."""
+        """Seconds until there is room, at the rate since the line formed."""
         ahead = 0
         for other, (_, length) in self._waiting.items():
             ahead += length
@@ -118,7 +116,7 @@ class Uploads:
 
 
 class Claim:
-    """What a client holds for one body, released once it is parsed or its media are decoded."""
+    """Held until the body is parsed or its media are decoded."""
 
     def __init__(self, uploads: Uploads, client: str) -> None:
         self.client = client
@@ -132,7 +130,7 @@ class Claim:
             self._hold(self._uploads.media if size > TEXT_BYTES else self._uploads.texts, size)
 
     def parsed(self, size: int, *, has_media: bool) -> None:
-        """The body is parsed; its media, if any, are still to be decoded. Overloaded."""
+        """The body is parsed; its media are still to be decoded. Overloaded."""
         if not has_media:
             self.release()
         elif self._share is not self._uploads.media:

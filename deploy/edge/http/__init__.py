@@ -1,1 +1,0 @@
-"""HTTP: scopes, errors, bounded writes."""

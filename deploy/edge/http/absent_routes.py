@@ -1,4 +1,4 @@
-"""Paths that other servers have, each with a sentence for its 404 or 405."""
+"""Sentences for 404s and 405s of paths that other servers have."""
 
 _SENTENCES = {
     **dict.fromkeys(("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/embeddings",

@@ -1,4 +1,4 @@
-"""Awaiting with a timeout that costs no timer when nothing has to wait, as with most writes."""
+"""Awaiting with a timeout, without a timer if nothing has to wait."""
 
 import asyncio
 from collections.abc import Awaitable, Generator
@@ -12,14 +12,13 @@ async def bounded(work: Awaitable[None], timeout_s: float) -> None:
 
 
 async def finish(rest: Awaitable[None] | None, timeout_s: float) -> None:
-    """Await what `start` left; TimeoutError after `timeout_s`."""
     if rest is not None:
         async with asyncio.timeout(timeout_s):
             await rest
 
 
 def start(work: Awaitable[None]) -> Awaitable[None] | None:
-    """Run `work` up to its first wait; return the rest to await, or None if it has ended."""
+    """Run up to the first wait; return the rest to await, or None if it has ended."""
     steps = work.__await__()
     try:
         return _rest(steps, next(steps))
@@ -29,7 +28,6 @@ def start(work: Awaitable[None]) -> Awaitable[None] | None:
 
 @coroutine
 def _rest(steps: Generator[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
-    """Continue `steps`, which waits for `awaited`."""
     rest = steps
     try:
         yield awaited

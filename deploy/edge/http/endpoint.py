@@ -1,4 +1,4 @@
-"""What is known of a path before its request is read."""
+"""A path's properties, known before its request is read."""
 
 from typing import Literal
 
@@ -10,8 +10,7 @@ Right = Literal["open", "generate", "tokenize", "models", "docs", "adapters", "a
 
 
 class HttpEndpoint(FrozenStruct, kw_only=True):
-    """A path, its right and the shape of its errors. `operation`: OpenTelemetry's
-    gen_ai.operation.name."""
+    """`error`: the shape of its errors. `operation`: OpenTelemetry's gen_ai.operation.name."""
 
     path: str
     right: Right

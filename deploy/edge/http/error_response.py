@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 
 class ErrorShape(FrozenStruct):
-    """How an API writes an error."""
-
     name: str  # of its schema in the API's document
     # from status, message, param and code; always at least the same keys
     write: Callable[[int, str, str | None, str | None], JsonObject]
@@ -55,7 +53,7 @@ def refusal(error: QuartetError, shape: ErrorShape) -> JsonResponse:
 
 
 async def refuse(error: QuartetError, shape: ErrorShape, scope: Scope, receive: Receive, send: Send) -> None:
-    """Reply, and note the error in the request's record; without a record, log it with a new id."""
+    """Reply, and note the error in the request's record; without one, log it with a new id."""
     ids = []
     if RECORD in scope:
         scope[RECORD].error = error
@@ -74,7 +72,7 @@ async def refuse(error: QuartetError, shape: ErrorShape, scope: Scope, receive: 
 def plain_error(
     shape: ErrorShape, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An error without an exception of ours: unknown path, wrong method, a bug."""
+    """For unknown paths, wrong methods and bugs."""
     return JsonResponse(shape.write(status, _cut(message), None, code), status, headers)
 
 

@@ -1,7 +1,7 @@
-"""The edge's errors, and the HTTP status, type and code of every error class.
+"""The edge's errors, and each error class's HTTP status, type and code.
 
-OpenAI's clients retry 408, 409, 429 and 5xx unless `x-should-retry: false`. Errors that would
-repeat say so; overload and a group being rebuilt name a time to retry.
+OpenAI's clients retry 408, 409, 429 and 5xx unless `x-should-retry: false`: errors that would
+repeat send it. Overload and a group being rebuilt name a time to retry.
 """
 
 from collections.abc import Mapping
@@ -49,8 +49,6 @@ class DeadlineExceeded(GenerationFailed):
 
 
 class HttpStatus(FrozenStruct):
-    """The HTTP side of an error class."""
-
     status: int
     code: str | None = None
     headers: Mapping[str, str] = {}

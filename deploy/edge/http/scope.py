@@ -1,4 +1,4 @@
-"""What the edge keeps of a request in its ASGI scope, and the request's id."""
+"""What the ASGI scope keeps of a request, and the request's id."""
 
 import asyncio
 import contextlib
@@ -35,13 +35,12 @@ def note_server_send(send: Send) -> None:
 
 
 def server_send() -> Send | None:
-    """The noted `send`; None if this process has no HTTP server, or it runs on another loop."""
+    """None if this process has no HTTP server, or it runs on another loop."""
     loop, send = _SERVER_SEND.get() or (None, None)
     return send if loop is asyncio.get_running_loop() else None
 
 
 def values_of(headers: Headers, lower_name: bytes) -> list[bytes]:
-    """The values of all headers with that name."""
     return [value for name, value in headers if name.lower() == lower_name]
 
 
@@ -60,7 +59,7 @@ def client_name(scope: Scope, key: str | None, proxies: Sequence[str]) -> str:
 
 
 def client_address(scope: Scope, proxies: Sequence[str] = ()) -> str:
-    """The client's address; of IPv6 its network, since a client may have every address of it."""
+    """For IPv6 its network, since a client may have every address of it."""
     host = _client_host(scope, proxies)
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host)

@@ -1,1 +1,0 @@
-"""From an Ask to the engine's Job."""

@@ -1,4 +1,4 @@
-"""Converts an Ask to the engine's job: prompt tokens, sampling and grammar, each within the limits."""
+"""Converts an Ask to the engine's job, within the limits."""
 
 import secrets
 from array import array
@@ -41,7 +41,7 @@ _MIX = 0x9E3779B97F4A7C15  # apart: neighbouring choices must not share noise
 
 @dataclass
 class JobBuilder:
-    """Makes jobs for one served model. `pool` runs slow work."""
+    """`pool` runs slow work."""
 
     settings: ServiceSettings
     text: TextProcessor
@@ -54,12 +54,11 @@ class JobBuilder:
         self._markers = Markers.of(self.text)
 
     def check_model(self, name: str | None) -> int:
-        """As `AdapterRegistry.id_of`; raises ModelNotFound."""
+        """ModelNotFound, as `AdapterRegistry.id_of`."""
         return self.adapters.id_of(name)
 
     async def job(self, ask: Ask, client: str) -> Job:
-        """The job. Media and grammars take the client's turn. InvalidRequest, ModelNotFound,
-        Overloaded."""
+        """Media and grammars take the client's turn. InvalidRequest, ModelNotFound, Overloaded."""
         adapter = self.check_model(ask.model)
         if isinstance(ask.prompt, ChatPrompt):
             job = await self._chat_job(ask, ask.prompt, client)
@@ -68,17 +67,17 @@ class JobBuilder:
         return replace(job, adapter=adapter, client=client, priority=ask.priority)
 
     async def prompt(self, chat: ChatPrompt, client: str) -> list[int]:
-        """Token ids of a chat. InvalidRequest, Overloaded."""
+        """InvalidRequest, Overloaded."""
         media = await self.media_preparer.prepare(chat, "messages", self.settings, client)
         return await self.pool.run(lambda: self._render(chat, media, "messages", COUNTED_CONTEXTS * self.settings.max_len)[0])
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a raw prompt. Slow. InvalidRequest if it is far too long."""
+        """Slow. InvalidRequest if far too long."""
         self._check_size(len(text), "prompt")
         return self.text.encode(text, add_bos=add_special_tokens, most=COUNTED_CONTEXTS * self.settings.max_len)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of token ids with control tokens. Slow. InvalidRequest: a bad id, or too many."""
+        """With control tokens. Slow. InvalidRequest: a bad id, or too many."""
         if len(tokens) > (most := COUNTED_CONTEXTS * self.settings.max_len):
             raise invalid("tokens", f"{len(tokens)} ids exceeds the limit of {most}")
         return self.text.decode(check_ids(tokens, self.settings.vocab, "tokens"), skip_special_tokens=False)
@@ -93,7 +92,6 @@ class JobBuilder:
         return _with(job, grammar=kept, thought=wants.thought_budget(self.text, self._markers, prompt))
 
     def _rendered(self, ask: Ask, chat: ChatPrompt, media: Sequence[Prepared]) -> tuple[Job, AnswerForm | None]:
-        """The job without its grammar. Slow."""
         settings = self.settings
         prompt, tools = self._render(chat, media, ask.prompt_key, settings.max_len)
         if chat.choice.mode == "required":
@@ -135,7 +133,6 @@ class JobBuilder:
         return _with(job, grammar=Grammar(rules))
 
     def _tokenized(self, ask: Ask, raw: RawPrompts) -> tuple[Job, AnswerForm | None]:
-        """The job without its grammar. Slow."""
         sampling = ask.sampling
         limit = COMPLETION_TOKENS if sampling.max_tokens is None else max(1, sampling.max_tokens)
         job = self._job(ask, [self._tokens(source, ask.prompt_key) for source in raw.sources], limit, scored=sampling.n)
@@ -146,7 +143,7 @@ class JobBuilder:
         return job, _form(ask)
 
     def _render(self, chat: ChatPrompt, media: Sequence[Prepared], key: str, most: int) -> tuple[list[int], Tools]:
-        """The prompt, of `most` tokens, and the callable tools. `key` names the messages in errors."""
+        """The prompt, at most `most` tokens, and the callable tools. Errors name `key`."""
         messages = [message.plain() for message in chat.messages]
         tools = Tools(chat.tools, chat.tool_paths)
         _check_choice(chat.choice, tools)
@@ -176,8 +173,7 @@ class JobBuilder:
             raise too_long(f"at least {characters // CHARACTERS_A_TOKEN} tokens", self.settings.max_len, param)
 
     def _job(self, ask: Ask, prompts: list[list[int]], limit: int, *, scored: int, banned: Sequence[int] = ()) -> Job:
-        """`scored` choices of each prompt also give its logprobs if asked; `banned` ids may not
-        come."""
+        """`scored` choices of each prompt give its logprobs if asked; `banned` ids may not come."""
         self._check_limits(ask, len(prompts))
         sampling = ask.sampling
         params = self._params(ask, limit, banned)
@@ -196,7 +192,7 @@ class JobBuilder:
         )
 
     def _choices(self, ask: Ask, prompt: list[int], params: SamplingParams, scored: int) -> list[SamplingParams]:
-        """The choices of one prompt, with the seeds that it would have alone."""
+        """With the seeds that one prompt would have alone."""
         context = self.settings.max_len
         if len(prompt) + 1 > context:
             raise too_long(f"{len(prompt)} tokens", context, ask.prompt_key)
@@ -275,12 +271,10 @@ def _given(value: Any, default: Any) -> Any:
 
 
 def _seeds(seed: int | None, n: int) -> list[int]:
-    """A seed for each choice in [0, 2**63): the given one first, mixed ones after; random without a
-    seed."""
+    """Seeds in [0, 2**63): the given one first, then mixed ones; random without a seed."""
     first = secrets.randbits(_SEED_BITS) if seed is None else seed
     return [(first ^ (_MIX * choice)) & (2**_SEED_BITS - 1) for choice in range(n)]
 
 
 def _with(job: Job, **changes: Any) -> Job:
-    """Change parameters of every choice."""
     return replace(job, params=tuple(msgspec.structs.replace(params, **changes) for params in job.params))

@@ -1,4 +1,4 @@
-"""Penalties, logit_bias, bad_words and allowed_token_ids of a request, as the engine takes them."""
+"""A request's penalties, logit_bias, bad_words and allowed_token_ids for the engine."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -46,7 +46,6 @@ def _spellings(words: Sequence[str], encode: Callable[[str], list[int]]) -> tupl
 
 
 def check_ids(ids: Ids, vocab: int, param: str) -> Ids:
-    """InvalidRequest if an id is outside the vocabulary."""
     if (largest := max(ids, default=0)) >= vocab:
         raise invalid(param, f"token id {largest} is outside the vocabulary of {vocab}")
     return ids

@@ -1,1 +1,0 @@
-"""API keys: the file that lists them, their holders, rights and quotas."""

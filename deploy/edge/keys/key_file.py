@@ -2,7 +2,8 @@
 
     - {sha256: 3c9b5f...e1, name: alice, rights: [generate], models: [large, small], requests: 60, expires: 2027-01-01}  # laptop
 
-Two entries of one name are two keys of one holder with one quota, so a key can be replaced. They may differ in `expires` only.
+Entries of one name are keys of one holder with one quota, so a key can be replaced. They may differ
+in `expires` only.
 """
 
 import os
@@ -32,8 +33,8 @@ _Count = Annotated[int, Meta(ge=1, le=10**12)] | None
 
 
 class KeyEntry(FrozenStruct, forbid_unknown_fields=True):
-    """`models`: names that a request's `model` may be, of models and adapters. requests, tokens: a minute, at all replicas
-    together. expires: a day or a time by ISO 8601, in UTC without a zone."""
+    """`models`: allowed values of a request's `model`. `requests`, `tokens`: per minute, at all
+    replicas together. `expires`: ISO 8601, in UTC without a zone."""
 
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
     name: Annotated[str, Meta(pattern=rf"^{NAME.pattern}\Z")]
@@ -46,7 +47,7 @@ class KeyEntry(FrozenStruct, forbid_unknown_fields=True):
 
 
 class Quota(FrozenStruct):
-    """Requests and tokens a minute, and open requests; None: no limit."""
+    """Per minute, except `concurrent`. None: no limit."""
 
     requests: int | None = None
     tokens: int | None = None
@@ -74,7 +75,7 @@ def digest_of(key: bytes) -> bytes:
 
 
 def read(settings: KeySettings) -> str:
-    """The keys' text. ConfigError. Blocks."""
+    """ConfigError. Blocks."""
     if settings.variable:
         lines = os.environ.get(settings.variable)
         if lines is None:
@@ -139,7 +140,6 @@ def time_of(value: str | None) -> datetime | None:
 
 
 def _check_holder(keys: list[ApiKey]) -> None:
-    """ConfigError unless the last key agrees with its holder's earlier ones."""
     if len(keys) > MAX_KEYS:
         raise ConfigError(f"more than {MAX_KEYS} keys")
     *before, last = keys

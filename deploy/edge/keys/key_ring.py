@@ -1,7 +1,5 @@
-"""The API keys in force. With requests, the file is read again at most once a second.
-
-A bad file changes nothing and is logged. Open requests are not checked again.
-"""
+"""The API keys in force. The file is read again with requests, at most once a second. A bad file
+changes nothing and is logged. Open requests are not checked again."""
 
 import asyncio
 import hmac
@@ -21,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """The keys of the settings; ConfigError if they cannot be read. `quotas`: what their holders have used."""
+    """ConfigError if the keys cannot be read. `quotas`: what their holders have used."""
 
     def __init__(self, settings: KeySettings, quotas: ReplicaQuotas | None = None) -> None:
         self._settings = settings
@@ -72,5 +70,4 @@ class KeyRing:
         return None if match is None or match.has_expired(datetime.now(UTC)) else match
 
     async def open(self, key: ApiKey) -> RequestGrant:
-        """Begin a holder's request. QuotaExceeded."""
         return await self._quotas.open(key.name)

@@ -1,11 +1,11 @@
-"""A holder's quotas: requests and tokens a minute by token buckets, and open requests.
+"""A holder's quotas: requests and tokens per minute by token buckets, and open requests.
 
     open() ------------------ reserve(tokens) ------------- close(used)
       |-- one request, taken -----|-- the most it can use, held --|-- what it used, taken
 
-A bucket holds the amount of one minute. In t minutes a holder begins at most (1 + t) times its requests. A request begins while the
-bucket has one token more than open requests hold, so in t minutes a holder uses at most (1 + t) times its tokens plus what one
-request can use.
+A bucket holds one minute's amount, so in t minutes a holder begins at most (1 + t) times its
+requests. A request begins while the bucket has a token more than open requests hold: a holder uses
+at most (1 + t) times its tokens plus one request's.
 """
 
 import math
@@ -42,7 +42,7 @@ class Bucket:
         return max(0.0, 1 - self.level()) * MINUTE / self.per_minute
 
     def resize(self, per_minute: int) -> None:
-        """Change the quota. A debt stays, unless there is no limit now."""
+        """A debt stays, unless there is no limit now."""
         self._level = _UNLIMITED if per_minute == _UNLIMITED else self.level()
         self.per_minute = per_minute
 
@@ -56,20 +56,19 @@ class Allowance:
         self.change(quota)
 
     def change(self, quota: Quota) -> None:
-        """New limits for later requests; usage stays."""
         self._quota = quota
         self._requests.resize(quota.requests or _UNLIMITED)
         self._tokens.resize(quota.tokens or _UNLIMITED)
 
     def open(self) -> "QuotaGrant":
-        """Begin a request. QuotaExceeded says which limit, and when to retry."""
+        """QuotaExceeded says which limit, and when to retry."""
         self._check(begins=True)
         self._requests.take(1)
         self._open += 1
         return QuotaGrant(self)
 
     def adopt(self, tokens: int) -> "QuotaGrant":
-        """Counts a request that has begun before, elsewhere, and holds that many tokens."""
+        """Count a request that began elsewhere and holds that many tokens."""
         self._open += 1
         self._held += tokens
         return QuotaGrant(self, tokens)
@@ -80,7 +79,7 @@ class Allowance:
             raise QuotaExceeded(f"This API key has reached its limit of {limit}.", retry_after_s=max(1, math.ceil(wait_s)))
 
     def _reached(self, *, begins: bool) -> Iterator[tuple[float, str]]:
-        """Each reached limit, with seconds until it is not; 0: until an open request ends."""
+        """(seconds until it is not, limit) of each reached limit; 0: until a request ends."""
         if self._tokens.level() - self._held < 1 - _ROUNDING:
             yield self._tokens.wait_s(), f"{self._quota.tokens} tokens a minute"
         if begins and self._requests.level() < 1 - _ROUNDING:
@@ -96,8 +95,6 @@ class Allowance:
 
 @dataclass
 class QuotaGrant:
-    """One request's share of its holder's allowance."""
-
     allowance: Allowance
     _held: int = 0
 
@@ -109,6 +106,5 @@ class QuotaGrant:
         self._held = tokens
 
     def close(self, used: int) -> None:
-        """End the request, once, with its used tokens."""
         self.allowance._close(self._held, used)
 

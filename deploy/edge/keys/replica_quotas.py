@@ -1,7 +1,5 @@
-"""The quotas of holders, as one replica asks for them: of a centre that counts for all replicas (shared_use.py), or here.
-
-While the centre does not answer, each replica counts by itself: of n replicas, each allows an n-th of every quota.
-"""
+"""Quotas as a replica asks for them: of a centre that counts for all replicas (shared_use.py), or
+here. While the centre does not answer, each of n replicas allows an n-th of every quota."""
 
 import asyncio
 import itertools
@@ -18,22 +16,22 @@ _NO_LIMIT = Quota()
 
 
 class CentreLost(Exception):
-    """The centre has not answered in time."""
+    """It has not answered in time."""
 
 
 class Centre(Protocol):
-    """SharedUse as this replica reaches it: it adds the replica's name to each call."""
+    """SharedUse; adds this replica's name to each call."""
 
     async def ask(self, method: str, *args: object) -> Any:
-        """Returns what the method returns. CentreLost."""
+        """CentreLost."""
 
     def tell(self, method: str, *args: object) -> None:
-        """Calls the method and waits for nothing; a call may be lost."""
+        """Does not wait; a call may be lost."""
 
 
 @dataclass
 class RequestGrant:
-    """One request's part of its holder's quota. `number`: at the centre; `here`: what this replica counts by itself."""
+    """`number`: at the centre; `here`: counted by this replica."""
 
     quotas: "ReplicaQuotas"
     number: int
@@ -41,14 +39,13 @@ class RequestGrant:
     here: QuotaGrant | None = None
 
     async def reserve(self, tokens: int) -> None:
-        """Holds the most that prompt and answers can use, once. QuotaExceeded: nothing is left, and nothing is held."""
+        """As `QuotaGrant.reserve`."""
         if self.here is not None:
             self.here.reserve(tokens)
         else:
             await self.quotas.reserve(self, tokens)
 
     def close(self, used: int) -> None:
-        """Ends the request, once, which has used that many tokens."""
         if self.here is not None:
             self.here.close(used)
         else:
@@ -67,7 +64,7 @@ class ReplicaQuotas:
         self._numbers = itertools.count()
 
     def change(self, quotas: Mapping[str, Quota]) -> None:
-        """Sets other quotas for later requests. Holders that remain keep what they have used."""
+        """Holders that remain keep their usage."""
         self._quotas = dict(quotas)
         self._here = {holder: self._here.get(holder) or Allowance(quota) for holder, quota in quotas.items()}
         self._cut()
@@ -77,7 +74,7 @@ class ReplicaQuotas:
             self._here[holder].change(_part(quota, self._replicas))
 
     async def open(self, holder: str) -> RequestGrant:
-        """Begins a request. QuotaExceeded: the holder has too many."""
+        """Begin a request. QuotaExceeded."""
         quota = self._quotas[holder]
         request = OpenRequest(holder, quota, 0)
         if self._centre is not None and self._answers and quota != _NO_LIMIT:
@@ -96,7 +93,7 @@ class ReplicaQuotas:
         return RequestGrant(self, -1, request, self._here[holder].open())
 
     async def reserve(self, grant: RequestGrant, tokens: int) -> None:
-        """Holds tokens at the centre. QuotaExceeded. Without an answer the request goes on: it has begun within its quota."""
+        """QuotaExceeded. Without an answer the request goes on: it began within its quota."""
         grant.open = grant.open._replace(tokens=tokens)
         try:
             _raise(await self._ask("reserve", grant.number, tokens))
@@ -107,13 +104,12 @@ class ReplicaQuotas:
             raise
 
     def close(self, grant: RequestGrant, used: int) -> None:
-        """Ends a request at the centre."""
         assert self._centre is not None, "the centre has counted it"
         del self._open[grant.number]
         self._centre.tell("close", grant.number, used)
 
     async def beat(self, application: str, begun: Mapping[str, int]) -> dict[str, int]:
-        """Tells the centre what is open, and returns which choices other replicas began, by client; nothing from none."""
+        """Returns choices that other replicas began, by client; none without an answer."""
         requests = {number: grant.open for number, grant in self._open.items()}
         try:
             beat: Beat = await self._ask("beat", application, requests, begun)
@@ -141,6 +137,6 @@ def _raise(refusal: Refusal | None) -> None:
 
 
 def _part(quota: Quota, replicas: int) -> Quota:
-    """One of as many parts; each at least 1."""
+    """One of `replicas` parts; each at least 1."""
     parts = {name: getattr(quota, name) for name in Quota.__struct_fields__}
     return Quota(**{name: limit and max(1, limit // replicas) for name, limit in parts.items()})

@@ -1,10 +1,10 @@
-"""What the replicas of a cluster tell each other of the use of their clients: one of them for all, in an actor of its own.
+"""Use of clients, counted by one actor for a cluster's replicas.
 
     replica --open, reserve, close--> SharedUse     a request of a holder that has a quota; the answer is a refusal or None
             --beat each second------> SharedUse     open requests, choices begun by client; the answer: Beat
 
-A quota counts for all replicas, whichever model they serve. Fair shares are those of one application. A SharedUse that starts anew
-learns from the beats what is open. Its buckets begin full: a holder may use one more minute's amount.
+A quota counts for all replicas and models, fair shares for one application. A new SharedUse learns
+from beats what is open; its buckets begin full, so a holder may use one more minute's amount.
 """
 
 import time
@@ -55,7 +55,7 @@ class _Replica:
 
 
 class SharedUse:
-    """The quotas of all holders. Each replica numbers its requests. `clock`: seconds, monotonic."""
+    """Replicas number their requests. `clock`: seconds, monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -69,7 +69,6 @@ class SharedUse:
         return len(self._replicas)
 
     def open(self, replica: str, number: int, holder: str, quota: Quota) -> Refusal | None:
-        """Begins a request."""
         try:
             grant = self._allowance(holder, quota).open()
         except QuotaExceeded as error:
@@ -78,7 +77,6 @@ class SharedUse:
         return None
 
     def reserve(self, replica: str, number: int, tokens: int) -> Refusal | None:
-        """Holds the most that a request can use."""
         held = self._replica(replica).grants.get(number)
         try:
             if held is not None:
@@ -88,13 +86,12 @@ class SharedUse:
         return None
 
     def close(self, replica: str, number: int, used: int) -> None:
-        """Ends a request. Idempotent."""
+        """Idempotent."""
         held = self._replica(replica).grants.pop(number, None)
         if held is not None:
             held.grant.close(used)
 
     def beat(self, replica: str, application: str, requests: Mapping[int, OpenRequest], begun: Mapping[str, int]) -> Beat:
-        """Notes what a replica has open and has begun, and returns what it should know."""
         now = self._clock()
         heard = self._replica(replica)
         if heard.application is None:

@@ -1,1 +1,0 @@
-"""Images, videos and sound of a prompt, decoded and resized in side processes."""

@@ -1,9 +1,6 @@
-"""A clip's samples as encoder input: log-mel frames for E2B and E4B, rows of raw samples for the
-12B.
-
-Equal to transformers' Gemma4AudioFeatureExtractor and Gemma4UnifiedAudioFeatureExtractor, without
-the masked frames.
-"""
+"""A clip's samples as encoder input: log-mel frames for E2B and E4B, raw rows for the 12B. Equal to
+transformers' Gemma4AudioFeatureExtractor and Gemma4UnifiedAudioFeatureExtractor without masked
+frames."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""A sound file as encoder input. For a tower, more than 30 s become several clips, cut at silences."""
+"""A sound file as encoder input; for a tower, clips of at most 30 s."""
 
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
-"""Opens files for ffmpeg (PyAV) from their bytes, with the demuxer and codecs of a fixed list.
-
-Playlists are refused, and nothing that a file refers to is opened.
-"""
+"""Opens files for ffmpeg (PyAV) from their bytes, with a fixed list of demuxers and codecs.
+Playlists are refused, and nothing that a file refers to is opened."""
 
 import io
 import re
@@ -34,7 +32,7 @@ _DEMUXERS = {
 
 
 def demuxer(data: bytes) -> str | None:
-    """The demuxer's name, by the bytes after an ID3 tag, or None."""
+    """Decides by the bytes after an ID3 tag."""
     tag = re.match(rb"ID3...(....)", data, re.DOTALL)
     start = 0
     if tag:

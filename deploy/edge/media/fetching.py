@@ -1,7 +1,5 @@
-"""Fetches media by http(s) from hosts in the settings, never from an internal address.
-
-The checked address is the one connected to, since a name may resolve differently later.
-"""
+"""Fetches media by http(s) from hosts in the settings, never from an internal address. It connects
+to the checked address, since names may resolve differently later."""
 
 import http.client
 import ipaddress
@@ -24,7 +22,6 @@ _TUNNELS = [ipaddress.ip_network(network) for network in (
 
 
 def fetched(url: str, rules: MediaSettings) -> bytes:
-    """InvalidRequest."""
     signal.setitimer(signal.ITIMER_REAL, rules.fetch_timeout_s)
     try:
         for _ in range(1 + REDIRECTS):
@@ -53,7 +50,6 @@ def _checked(url: str, rules: MediaSettings) -> SplitResult:
 
 
 def _get(parts: SplitResult, rules: MediaSettings) -> bytes | str:
-    """The body, or a redirect's target."""
     host = parts.hostname or ""
     port = parts.port or (443 if parts.scheme == "https" else 80)
     connection = http.client.HTTPConnection(host, port)
@@ -88,7 +84,7 @@ def _is_named(host: str, rules: MediaSettings) -> bool:
 
 
 def is_public(address: str) -> bool:
-    """Whether it is an Internet address, not of this machine, network or a tunnel."""
+    """Whether it is an Internet address, and not of a tunnel."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     ip = getattr(ip, "ipv4_mapped", None) or ip
     return ip.is_global and not ip.is_multicast and not any(ip in network for network in _TUNNELS)

@@ -1,4 +1,4 @@
-"""Prepares a chat's media in side processes, and finds them again in the prompt."""
+"""Prepares a chat's media in side processes."""
 
 import asyncio
 import math
@@ -31,8 +31,6 @@ _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio":
 T = TypeVar("T")
 
 class MediaPreparer:
-    """The side process starts with the first medium, or by `pool.start`."""
-
     def __init__(self) -> None:
         self.pool = SidePool("deploy.edge.media.media_process")
         self._threads = ThreadPoolExecutor(DECODERS + FETCHERS, "media")
@@ -42,7 +40,7 @@ class MediaPreparer:
         self._remote = Turns(READ_AT_ONCE)  # apart: other servers may be slow
 
     async def prepare(self, chat: ChatPrompt, key: str, settings: ServiceSettings, client: str) -> list[Prepared]:
-        """A chat's media in order; clients take turns. InvalidRequest names `key`; Overloaded."""
+        """In order; clients take turns. InvalidRequest names `key`; Overloaded."""
         if not (media := chat.media):
             return []
         if len(media) > (most := settings.media.max_media):
@@ -88,15 +86,13 @@ class MediaPreparer:
             raise invalid(key, f"{name}: {error}") from error
 
     async def _fetched(self, request: "_MediaRequest", task: DecodeTask, url: str) -> Prepared:
-        """Fetch and decode. It keeps its fetcher's place, which bounds files that wait for
-        decoders."""
+        """Keeps its fetcher's place while it decodes, which bounds files that wait for decoders."""
         remote = msgspec.structs.replace(task, is_remote=True)
         source = await self._in_thread(lambda: fetch(self.pool, remote, url.encode(errors="replace")))
         fetched = msgspec.structs.replace(task, media_type=None)
         return await self._decoders.run(request.client, lambda: self._decoded(request, fetched, lambda: source))
 
     async def _decoded(self, request: "_MediaRequest", task: DecodeTask, source: Callable[[], bytes]) -> Prepared:
-        """Decode within the request's remaining CPU time."""
         if request.left_s < 1:
             raise InvalidRequest(f"the media of a request may take {REQUEST_CPU_S} s of CPU, and those before it took them")
         task = msgspec.structs.replace(task, cpu_s=min(CPU_S[task.kind], math.ceil(request.left_s)))
@@ -117,7 +113,7 @@ class _MediaRequest:
 
 
 def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProcessor) -> tuple[MediaItem, ...]:
-    """Media items by position: messages hold no soft tokens, so every run is one of these."""
+    """By position: messages hold no soft tokens, so every run is a medium's."""
     runs = _runs(tokens, {text.control_id(f"<|{kind}|>") for kind in _PLURALS})
     items = tuple(item for medium in media for item in _items(medium, list(islice(runs, medium.runs))))
     assert next(runs, None) is None, "the prompt has more soft tokens than its media"

@@ -29,7 +29,7 @@ _PREPARERS: dict[MediaKind, Callable[[DecodeTask, bytes], Prepared]] = {
 
 
 def _warm_up() -> Callable[[socket.socket], None]:
-    """Preload for all forks. Decoding has a lower priority than serving."""
+    """Preload for all forks, at a lower priority than serving."""
     os.nice(NICENESS)
     importlib.import_module("torch").set_num_threads(1)
     Image.init()

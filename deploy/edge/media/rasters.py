@@ -31,7 +31,6 @@ _STRIP_PIXELS = 1 << 20  # resized at once in width: the whole raster is never h
 
 
 def target_size(height: int, width: int, budget: int) -> tuple[int, int]:
-    """Height and width after the resize."""
     factor = math.sqrt(budget * CELL**2 / (height * width))
     rows, columns = math.floor(factor * height / CELL), math.floor(factor * width / CELL)
     if rows == 0:
@@ -75,7 +74,7 @@ def prepared(
 
 
 def opened(data: bytes, pixels: int) -> Image.Image:
-    """Read only the header. InvalidRequest: unknown format, or more than `pixels`."""
+    """Reads only the header. InvalidRequest: unknown format, or more than `pixels`."""
     Image.MAX_IMAGE_PIXELS = None  # ours is looked at instead
     if data.startswith(b"\xff\xd8"):
         _check_scans(data)
@@ -103,7 +102,6 @@ def check_pixels(width: int, height: int, most: int) -> None:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Decoded, and turned by its EXIF."""
     image.load()
     turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
     return image if turn is None else image.transpose(turn)

@@ -1,7 +1,7 @@
 """Tasks and answers of a side process, over a socket for each task.
 
 edge --> process    the length of a task (u32, little-endian), the task as msgpack, its source up to the end
-process --> edge    an answer as msgpack (Fetched, Prepared, or why it cannot be done, for the client)
+process --> edge    an answer as msgpack: Fetched, Prepared, or a reason for the client
 """
 
 import hashlib
@@ -22,8 +22,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class DecodeTask(MediaSettings, kw_only=True):
-    """Fetch a URL, or decode base64, into encoder input."""
-
     kind: MediaKind = "image"
     media_type: str | None = ""  # None: a fetched file
     is_remote: bool = False  # a URL
@@ -37,7 +35,7 @@ class Fetched(FrozenStruct):
 
 
 class Prepared(FrozenStruct, kw_only=True):
-    """A medium as MediaItem has it, and its `text` in the prompt, with `runs` of soft tokens."""
+    """`text`: in the prompt, with `runs` of soft tokens."""
 
     kind: MediaKind
     shape: tuple[int, ...]
@@ -69,12 +67,12 @@ _decode_medium = msgspec.msgpack.Decoder(Prepared | str).decode
 
 
 def fetch(pool: SidePool, task: DecodeTask, url: bytes) -> bytes:
-    """Blocks. InvalidRequest: it cannot be fetched. Overloaded: there is no process."""
+    """Blocks. InvalidRequest; Overloaded: there is no process."""
     return _done(_decode_file(_answer(pool, task, url))).data
 
 
 def prepare(pool: SidePool, task: DecodeTask, source: bytes) -> Prepared:
-    """Blocks. InvalidRequest: it cannot be decoded, or costs too much. Overloaded."""
+    """Blocks. InvalidRequest; Overloaded."""
     return _done(_decode_medium(_answer(pool, task, source)))
 
 

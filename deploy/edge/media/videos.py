@@ -53,7 +53,6 @@ def prepare_video(task: DecodeTask, data: bytes) -> Prepared:
 
 
 def _listed(task: DecodeTask, data: bytes) -> TimedFrames:
-    """Frames that are each base64."""
     sources = data.split(b",")
     most = DECODED_FRAMES * task.pixels // min(len(sources), FRAMES)
     for index in _sampled(len(sources)):
@@ -97,7 +96,7 @@ def _filmed(task: DecodeTask, data: bytes) -> TimedFrames:
 
 
 def _rate(stream: Any, times: Sequence[int]) -> float:
-    """Frames a second: the header's or, where times contradict it (Matroska), the mean."""
+    """The header's or, where times contradict it (Matroska), the mean."""
     rate, tick = float(stream.average_rate or _UNTIMED_FPS), float(stream.time_base)
     seconds, steps = (times[-1] - times[0]) * tick if times else 0.0, len(times) - 1
     is_belied = "matroska" in stream.container.format.name and abs(steps / rate - seconds) > 2 * tick  # times are rounded
@@ -124,7 +123,6 @@ def _begins(packets: Sequence[Packet], chosen: Sequence[int]) -> list[int]:
 
 
 def _count(begins: Sequence[int], chosen: Sequence[int]) -> int:
-    """Frames decoded for the chosen ones."""
     count = end = 0
     for begin, number in zip(begins, chosen, strict=True):
         count += max(0, number + 1 - max(begin, end))

@@ -1,1 +1,0 @@
-"""APIs of vLLM and SGLang: tokenization, and SGLang's /generate."""

@@ -2,7 +2,7 @@
 
     data: {"text": ALL SO FAR, "meta_info": {"id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens"}}
 
-sampling_params takes the keys of a text completion, by these names or SGLang's.
+sampling_params takes a text completion's keys, by these names or SGLang's.
 """
 
 import secrets
@@ -77,7 +77,7 @@ _PARAMS = BodyReader(GenerateParams, COMMON)
 
 
 class GenerateFormat(OneChoice, DataEvents):
-    """Every event of a stream repeats the whole text, as in SGLang."""
+    """Every event repeats the whole text, as in SGLang."""
 
     def __init__(self, _: ServedModel, request: GenerateTextRequest) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
-"""vLLM's /tokenize and /detokenize.
-
-A conversation gets exactly the ids of a chat completion, so `count` is its usage.prompt_tokens.
-"""
+"""vLLM's /tokenize and /detokenize. A conversation gets exactly a chat completion's ids, so `count`
+is its usage.prompt_tokens."""
 
 from typing import Annotated
 

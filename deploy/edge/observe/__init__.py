@@ -1,1 +1,0 @@
-"""The record of a request, its access line and its spans."""

@@ -1,8 +1,5 @@
-"""Sends our log lines to Ray Serve's log file of the replica, as text or JSON, with their request's
-id.
-
-A line holds nothing that a client wrote except a well-formed `x-request-id`.
-"""
+"""Sends our log lines to the replica's log file of Ray Serve, with their request's id. A line holds
+nothing that a client wrote except a well-formed `x-request-id`."""
 
 import logging
 import re
@@ -28,7 +25,7 @@ def serve_config(settings: LogSettings) -> dict[str, Any] | None:
 
 
 def install(settings: LogSettings) -> None:
-    """Send our packages' logs to Serve's logger. A second call changes the level."""
+    """A second call changes the level."""
     for package in _PACKAGES:
         logger = logging.getLogger(package)
         logger.setLevel(settings.level.upper())
@@ -37,8 +34,6 @@ def install(settings: LogSettings) -> None:
 
 
 class ForwardHandler(logging.Handler):
-    """Hands each record as one line to the handlers of Serve's logger."""
-
     def emit(self, record: logging.LogRecord) -> None:
         record.msg = one_line(record.getMessage())
         record.args = None
@@ -52,5 +47,4 @@ _FORWARD = ForwardHandler()
 
 
 def one_line(text: str) -> str:
-    """Escape control characters and line separators."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

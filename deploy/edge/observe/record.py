@@ -4,7 +4,7 @@
       |- prepare_s -|- queue_s -|            |                                  sent, or the client was gone
       |             |- ttft_s ---------------|
 
-With several choices, queue_s and ttft_s are those of the first choice to get there.
+With several choices, queue_s and ttft_s are those of the first to get there.
 """
 
 from msgspec import Struct
@@ -29,11 +29,9 @@ _OUTCOMES: dict[type[Exception], str] = {  # in the words of engine.events.Outco
 
 
 class RequestRecord(Struct):
-    """One request so far. Times in seconds on the monotonic clock. `deadline`: the latest end.
-
-    `ticket`: its place in the engine; `clocks`: one for each submitted choice; `key`: the name of its API key's holder;
-    `models`: that the holder may ask for, None: all; `grant`: its part of that holder's quota; `operation`: as in its HttpEndpoint.
-    """
+    """Times in seconds on the monotonic clock. `deadline`: the latest end. `clocks`: per submitted
+    choice; `key`: its API key's holder, with allowed `models` (None: all), and `grant`, a part
+    of its quota."""
 
     id: str
     method: str
@@ -63,7 +61,6 @@ class RequestRecord(Struct):
     trace_id: str | None = None
 
     def may_ask(self, model: str) -> bool:
-        """Whether its API key's holder may use the model of that name."""
         return self.models is None or model in self.models
 
     @property
@@ -72,13 +69,13 @@ class RequestRecord(Struct):
 
     @property
     def failed(self) -> bool:
-        """Whether it failed by our fault: 5xx, or an error after a 200."""
+        """By our fault: 5xx, or an error after a 200."""
         by_client = self.error is None or isinstance(self.error, InvalidRequest | SlowReader)
         return self.shown_status >= 500 or (self.status == 200 and not by_client)
 
     @property
     def finish(self) -> str | None:
-        """How it ended: OpenAI's finish reasons, or an outcome of quartet_requests_total."""
+        """OpenAI's finish reasons, or an outcome of quartet_requests_total."""
         if self.gone:
             return "client_gone"
         if self.error is not None and self.clocks:
@@ -93,7 +90,7 @@ class RequestRecord(Struct):
 
     @property
     def used_tokens(self) -> int:
-        """Tokens of prompt and answers; 0 if the engine never started it."""
+        """0 if the engine never started it."""
         if all(clock.scheduled is None for clock in self.clocks):
             return 0
         return (self.prompt_tokens or 0) + (self.tokens or 0)
@@ -105,7 +102,6 @@ class RequestRecord(Struct):
 
     @property
     def prepare_s(self) -> float | None:
-        """Seconds from the request's head to its submission."""
         return min((clock.submitted - self.began for clock in self.clocks), default=None)
 
 

@@ -1,8 +1,7 @@
-"""OpenTelemetry spans: one trace a request, made at its end, with queue, prefill and decode of each
-choice.
+"""OpenTelemetry spans: a trace per request, made at its end.
 
-The sampled flag of a `traceparent` decides, otherwise `sample_ratio`. Spans hold no prompt, no
-answer and no name from the client.
+A `traceparent`'s sampled flag decides, else `sample_ratio`. Spans hold no prompt, answer or
+client's name.
 """
 
 import threading
@@ -29,10 +28,9 @@ SpanPhase = tuple[str, float, float, Mapping[str, Any]]  # name, begin and end o
 
 
 class Tracer:
-    """Makes spans of ended requests; the SDK's thread gives them to `exporter`."""
+    """The SDK's thread gives ended requests' spans to `exporter`."""
 
     def __init__(self, settings: TracingSettings, about: Mapping[str, str], exporter: "SpanExporter") -> None:
-        """`about`: attributes of the resource, in addition to OTEL_RESOURCE_ATTRIBUTES."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -48,7 +46,7 @@ class Tracer:
         self._tracer = provider.get_tracer("quartet")
 
     def trace(self, record: RequestRecord) -> str | None:
-        """Hand over an ended request; return its trace id, or None if it is not sampled."""
+        """The trace id of an ended request, or None if not sampled."""
         offset_ns = time.time_ns() - time.monotonic_ns()
 
         def wall_ns(moment: float) -> int:
@@ -69,7 +67,7 @@ class Tracer:
         return f"{server.get_span_context().trace_id:032x}"
 
     def close(self, timeout_s: float) -> None:
-        """Deliver waiting spans for at most `timeout_s`, then drop the rest. Blocks. Idempotent."""
+        """Deliver waiting spans for at most `timeout_s`. Blocks. Idempotent."""
         closing = threading.Thread(target=self._processor.shutdown, name="spans", daemon=True)
         closing.start()
         closing.join(timeout_s)
@@ -84,8 +82,7 @@ def tracer(settings: TracingSettings, about: Mapping[str, str]) -> Tracer | None
 
 
 def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
-    """Queue, prefill and decode of one choice without gaps; without a known start, the queue is
-    part of prefill."""
+    """Without a known start, the queue is part of prefill."""
     about = {"quartet.choice": choice}
     if clock.scheduled is not None or clock.first is None:
         yield "queue", clock.submitted, clock.scheduled or ended, about
@@ -96,7 +93,6 @@ def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:
-    """Attributes by OpenTelemetry's conventions for GenAI and HTTP."""
     attributes = {
         "gen_ai.operation.name": record.operation,
         "gen_ai.provider.name": "quartet",

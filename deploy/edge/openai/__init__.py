@@ -1,1 +1,0 @@
-"""OpenAI's API: requests, answers and errors."""

@@ -1,4 +1,4 @@
-"""Conversations of OpenAI's chat completions: messages, tools, and switches of the chat template."""
+"""Conversations of OpenAI's chat completions."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal

@@ -16,8 +16,6 @@ def data_event(value: Any) -> bytes:
 
 
 class DataEvents:
-    """The beginning and the failure of such a stream."""
-
     usage = Usage(0, 0)
 
     def begin(self, usage: Usage) -> bytes:

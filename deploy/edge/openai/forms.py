@@ -1,7 +1,7 @@
 """Answers of chats and text completions, whole and in chunks.
 
-A stream's chunks differ in one string, so prefix and suffix are encoded once. Thoughts are in both
-`reasoning_content` and `reasoning`, since clients read one or the other.
+A stream's chunks differ in one string, so prefix and suffix are encoded once. Thoughts are in
+`reasoning_content` and `reasoning`: clients read either.
 """
 
 import abc
@@ -42,7 +42,7 @@ def _counts(prompt: int, completion: int) -> JsonObject:
 
 
 class _ChoiceSoFar(msgspec.Struct):
-    """One choice so far. Logprobs are encoded as they come, so that an answer ends quickly."""
+    """Logprobs are encoded as they come, so that an answer ends quickly."""
 
     reply: Choice = msgspec.field(default_factory=Choice)
     lists: dict[str, list[bytes]] = {}
@@ -52,8 +52,7 @@ class _ChoiceSoFar(msgspec.Struct):
 
 
 class _Base(DataEvents, abc.ABC):
-    """What both forms share. `FIRST`: the chunk before the first token; `EMPTY`: a chunk without
-    text."""
+    """`FIRST`: the chunk before the first token; `EMPTY`: a chunk without text."""
 
     media_type = JSON
     PREFIX: ClassVar[str]
@@ -81,7 +80,7 @@ class _Base(DataEvents, abc.ABC):
 
     @abc.abstractmethod
     def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> JsonObject | None:
-        """Lists by name, one entry a token."""
+        """Lists by name, one entry per token."""
 
     @abc.abstractmethod
     def _whole(self, index: int, choice: _ChoiceSoFar) -> JsonObject:
@@ -145,8 +144,6 @@ class _Base(DataEvents, abc.ABC):
 
 
 class ChatFormat(_Base):
-    """chat.completion and chat.completion.chunk."""
-
     PREFIX = "chatcmpl"
     CHUNK = "chat.completion.chunk"
     WHOLE = "chat.completion"
@@ -163,7 +160,7 @@ class ChatFormat(_Base):
         return b"".join(events)
 
     def _about_prompt(self) -> JsonObject:
-        """All choices have one prompt, which the first choice reports."""
+        """The first choice reports the one prompt."""
         return self._scored(self._choices[0])
 
     def _lists(self, entries: JsonObject | None) -> JsonObject | None:

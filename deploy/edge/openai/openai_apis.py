@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, text completions and Responses as APIs."""
+"""The routes of OpenAI's APIs."""
 
 from deploy.edge.openai.chat_turns import Message
 from deploy.edge.openai.forms import ChatFormat, TextFormat

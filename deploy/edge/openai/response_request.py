@@ -6,8 +6,8 @@
     items of other types                                                     skipped: agents keep items of other servers
     function F of a namespace N                                              function N.F
 
-Nothing is stored. Tools that are not functions are not offered to the model; an answer's `tools`
-lists the offered ones. docs/api.md lists keys without effect.
+Only functions are offered to the model; an answer's `tools` lists them. docs/api.md lists keys
+without effect.
 """
 
 import base64
@@ -105,7 +105,7 @@ class DeclaredTool(FrozenStruct):
 
 
 class OfferedFunction(FrozenStruct):
-    """A function that the model is offered, its key `path`, and its `namespace`, if any."""
+    """`path`: its key in the request."""
 
     tool: DeclaredTool
     path: str
@@ -113,7 +113,6 @@ class OfferedFunction(FrozenStruct):
 
     @property
     def name(self) -> str:
-        """The name by which the model calls it."""
         return _full_name(self.namespace.name if self.namespace else None, self.tool.name or "")
 
 
@@ -161,7 +160,7 @@ class ResponsesRequest(CommonSamplingKeys, kw_only=True):
         return list(_functions(self.tools, "tools"))
 
     def includes_encrypted(self) -> bool:
-        """Whether `include` asks for encrypted thoughts. InvalidRequest for anything else."""
+        """InvalidRequest if `include` asks for anything but encrypted thoughts."""
         included = self.include or ()
         for name in included:
             if name != ENCRYPTED and not name.startswith(_NEVER_THERE):
@@ -206,7 +205,7 @@ def _full_name(namespace: str | None, name: str) -> str:
 
 
 def _with_instructions(instructions: str | None, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Join the instructions and the first system messages: templates take only one."""
+    """Templates take only one system message."""
     later = list(dropwhile(lambda message: message.role == "system", messages))
     first = (str(message.content) for message in messages[: len(messages) - len(later)])
     text = "\n\n".join(filter(None, [instructions, *first]))
@@ -214,7 +213,6 @@ def _with_instructions(instructions: str | None, messages: list[ChatMessage]) ->
 
 
 def _chat_messages(items: list[InputItem]) -> list[ChatMessage]:
-    """Join consecutive thoughts, texts and calls of the assistant to one message."""
     runs: list[list[ChatMessage]] = []
     before = -1
     for index, item in enumerate(items):
@@ -270,7 +268,7 @@ def _past_call(item: InputItem, name: str, arguments: Any, where: str) -> ChatMe
 
 
 def _thought(item: InputItem, where: str) -> str:
-    """The text of a thought; empty if another server encrypted it."""
+    """Empty if another server encrypted it."""
     if item.content:
         return _text(item.content, f"{where}.content")
     given = item.encrypted_content or ""

@@ -32,8 +32,6 @@ _NO_STATE: JsonObject = {"background": False, "previous_response_id": None, "sto
 
 
 class ResponseObject(BlockFormat):
-    """The response, which repeats the keys that were obeyed."""
-
     def __init__(self, model: ServedModel, request: ResponsesRequest) -> None:
         super().__init__()
         self._number = secrets.token_hex(12)
@@ -59,7 +57,6 @@ class ResponseObject(BlockFormat):
         return self._event(f"response.{status}", response=self._response(status, usage))
 
     def failure(self, error: QuartetError) -> bytes:
-        """response.failed, with the output so far."""
         status = status_of(error)
         code = {429: "rate_limit_exceeded"}.get(status.status, "server_error" if status.status >= 500 else "invalid_prompt")
         failed = self._response("failed") | {"error": {"code": code, "message": message_of(error)}}
@@ -163,7 +160,6 @@ def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -
 
 
 def _declared(namespace: DeclaredTool | None, functions: Iterable[OfferedFunction]) -> Sequence[DeclaredTool | JsonObject]:
-    """Functions as they were declared, inside their namespace."""
     tools = [replace(tool, parameters=copied(tool.parameters), tools=UNSET) for tool in (function.tool for function in functions)]
     if namespace is None:
         return tools

@@ -1,8 +1,5 @@
 """The keys of a chat or text completion. Known keys are validated, unknown ones ignored.
-
-Lists of any length stay raw JSON in the first pass and are then decoded with a bound, so a body
-costs at most a scan. docs/api.md lists keys without effect, absent_keys.py the refused ones.
-"""
+docs/api.md lists keys without effect, absent_keys.py the refused ones."""
 
 from typing import Annotated, Any, Literal
 
@@ -84,7 +81,7 @@ class SamplingKeys(CommonSamplingKeys):
     structural_tag: RawTextOrObject = UNSET
 
     def asking(self, prompt: ChatPrompt | RawPrompts, max_tokens: int | None, *, stream: bool | None, **about: Any) -> Ask:
-        """`about`: what the APIs write differently. InvalidRequest: a list is wrong or too long."""
+        """`about`: what the APIs write differently. InvalidRequest."""
         if self.prompt_logprobs is not None and stream:
             raise invalid("prompt_logprobs", "not with stream: true")
         allowed = not_null(self.allowed_token_ids)
@@ -201,7 +198,7 @@ class CompletionRequest(CompletionKeys, kw_only=True):
 
 
 def chat_keys_without(kind: type[Struct]) -> AbsentKeys:
-    """The keys of a chat that requests of another `kind` must refuse."""
+    """Keys of a chat that another `kind` must refuse."""
     keys: AbsentKeys = {**dict.fromkeys(ChatRequest.__struct_fields__, ()), **absent_keys.CHAT, "n": (1,), "logprobs": (False,)}
     without_effect = ("stream_options", "enable_thinking", "thinking")
     return {name: neutral for name, neutral in keys.items() if name not in without_effect and not hasattr(kind, name)}
@@ -212,7 +209,7 @@ COMPLETION_READER = BodyReader(CompletionRequest, {**chat_keys_without(Completio
 
 
 def _prompts(raw: Raw) -> list[str | list[int]]:
-    """Texts or lists of token ids. InvalidRequest: anything else, or too many."""
+    """Texts or lists of token ids. InvalidRequest."""
     first = first_characters(raw)
     if first == b'["':
         return read_list(raw, "prompt", _TEXTS)

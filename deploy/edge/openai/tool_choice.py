@@ -1,7 +1,5 @@
-"""tool_choice of OpenAI's APIs: "none", "auto", "required", one tool, or some of the declared ones.
-
-The Responses API writes the contents of `function` and `allowed_tools` one level higher.
-"""
+"""tool_choice of OpenAI's APIs. Responses writes the contents of `function` and `allowed_tools` one
+level higher."""
 
 from typing import Any
 

@@ -1,1 +1,0 @@
-"""Side processes and threads."""

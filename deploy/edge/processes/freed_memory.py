@@ -1,8 +1,6 @@
-"""Returns memory to the kernel after a burst of large bodies.
-
-glibc raises its threshold for mapped blocks to 32 MiB when one is freed. Later bodies then stay on
-the heap, where one small block above keeps all of it, unless the threshold is fixed.
-"""
+"""Returns memory to the kernel after a burst of large bodies. glibc raises its threshold for mapped
+blocks when one is freed: later bodies stay on the heap, where one small block above keeps all of
+it."""
 
 import ctypes
 
@@ -11,6 +9,6 @@ _APART_BYTES = 1 << 16  # a piece of a body, as uvicorn reads it
 
 
 def keep_large_blocks_apart() -> None:
-    """Fix the threshold for this process. OSError: the C library lacks the setting."""
+    """Fix the threshold. OSError: the C library lacks the setting."""
     if not ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _APART_BYTES):
         raise OSError("mallopt(M_MMAP_THRESHOLD)")

@@ -1,4 +1,5 @@
-"""`python -m deploy.edge.processes.grammar_process FD FOLDER`: the side process that compiles grammars."""
+"""`python -m deploy.edge.processes.grammar_process FD FOLDER`: the side process that compiles
+grammars."""
 
 import os
 import socket

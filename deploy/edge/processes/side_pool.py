@@ -1,4 +1,4 @@
-"""The edge's end of its side processes: each task runs in a process of its own."""
+"""The edge's end of its side processes: each task has its own process."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ _ENDED = "The side process has ended; please try again shortly."
 
 
 class SidePool:
-    """Its side process starts with the first task, or by `start`, and again after it has ended."""
+    """Its side process starts with the first task, or by `start`, and again after its end."""
 
     def __init__(self, *command: str) -> None:
         self._command = command
@@ -32,7 +32,7 @@ class SidePool:
 
     def run(self, *task: bytes) -> bytes | None:
         """None if the task was killed at its limits. Blocks for at most TAKE_S + ANSWER_S.
-        Overloaded: there is no process."""
+        Overloaded: no process."""
         parent_end, child_end = socket.socketpair()
         with parent_end:
             with child_end:
@@ -57,7 +57,7 @@ class SidePool:
         return answer.removeprefix(BEGUN) or None
 
     def start(self) -> socket.socket:
-        """Start the process unless it runs (seconds); return its control socket."""
+        """Returns its control socket. Starting takes seconds."""
         with self._lock:
             if self._control is None:
                 self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -87,7 +87,6 @@ class SidePool:
                 self.close()
 
     def _hand_over(self, connection: socket.socket) -> subprocess.Popen[bytes] | None:
-        """Give it a connection; return the process."""
         with self._lock:
             for _ in range(2):
                 try:

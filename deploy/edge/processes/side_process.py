@@ -1,10 +1,10 @@
-"""A side process forks a bounded process for each task, since it runs foreign code on any client's
-data.
+"""A side process forks a bounded process for each task, since tasks run foreign code on any
+client's data.
 
     edge --a socket for each task--> side process --fork--> a process: reads its task, answers, and is gone
 
-What all tasks need is loaded before the fork. The first byte on a task's socket brings its pidfd,
-so that the edge can kill it. The side process ends when the edge closes its end.
+Common state is loaded before the fork. A socket's first byte brings the pidfd with which the edge
+can kill the task.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 
 def fork_for_each(load: Callable[[], Callable[[socket.socket], None]]) -> None:
-    """Serve each socket in a forked process, by what `load` returns, until the edge closes its end."""
+    """`load` returns what serves a socket in a forked process. Runs until the edge closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the edge's to handle
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")

@@ -1,4 +1,4 @@
-"""A small thread pool for text work: a long prompt must not delay every stream."""
+"""Threads for text work: a long prompt must not delay every stream."""
 
 import asyncio
 from codecs import BOM_UTF8
@@ -21,7 +21,6 @@ class TextPool:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def read(self, reader: Callable[[bytes], T], body: bytes) -> T:
-        """Run `reader` on `body`; a large one off the loop."""
         body = body.removeprefix(BOM_UTF8)
         if len(body) <= ON_LOOP_BYTES:
             return reader(body)

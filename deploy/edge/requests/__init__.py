@@ -1,1 +1,0 @@
-"""What any API can ask for."""

@@ -1,7 +1,7 @@
 """The form that a request demands of its answer, as rules of engine.front.grammar.
 
-Only one of these keys may be given, and a form that cannot be enforced is refused: response_format,
-structured_outputs, guided_*, and SGLang's json_schema, regex, ebnf, structural_tag.
+Only one of response_format, structured_outputs, guided_*, and SGLang's json_schema, regex, ebnf,
+structural_tag may be given. A form that cannot be enforced is refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +80,7 @@ def _response_format(value: Any) -> str | None:
 
 
 def _structured_outputs(value: Any) -> str | None:
-    """vLLM's key: one form and options. An option that would change the answer is refused."""
+    """An option that would change the answer is refused."""
     if not isinstance(value, dict):
         raise InvalidRequest("must be an object")
     if value.get("whitespace_pattern"):
@@ -94,7 +94,6 @@ def _structured_outputs(value: Any) -> str | None:
 
 
 def _nested(value: Any) -> Any:
-    """JSON, or JSON in a string."""
     if not isinstance(value, str):
         return value
     try:

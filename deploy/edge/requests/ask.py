@@ -1,4 +1,4 @@
-"""A client's request in the words of no API. JobBuilder and Service read nothing else."""
+"""A client's request, independent of its API."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class Text(FrozenStruct):
 
 
 class Media(FrozenStruct):
-    """`budget`: most soft tokens of an image; None: as needed."""
+    """`budget`: most soft tokens of an image."""
 
     kind: MediaKind
     url: str
@@ -32,20 +32,19 @@ Part = Text | Media  # what a content may consist of; each API has one function 
 
 
 class PastCall(FrozenStruct):
-    """A call in the history. JSON text keeps its numbers as written."""
+    """JSON text in `arguments` keeps its numbers as written."""
 
     name: str
     arguments: Any
     id: str | None
 
     def plain(self) -> JsonObject:
-        """The call as chat templates take it."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn. `call_id`: the call that it answers; `call_path`: the client's path of that call."""
+    """`call_id`: the call that it answers; `call_path`: the client's path of that call."""
 
     role: str
     content: str | Sequence[Part] | None
@@ -71,11 +70,8 @@ class ChatMessage:
 
 
 class ChatPrompt(FrozenStruct):
-    """A conversation. InvalidRequest if a tool result has no earlier call.
-
-    `max_soft_tokens` overrides the budget of each image. `tool_paths`: the client's, where they
-    differ from a chat's.
-    """
+    """InvalidRequest if a tool result has no earlier call. `max_soft_tokens`: of each image;
+    `tool_paths`: the client's, if not a chat's."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[JsonObject] = ()
@@ -102,7 +98,7 @@ class ChatPrompt(FrozenStruct):
 
 
 def _with_results_in_order(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
-    """Order results like the calls before them: templates match them by position only."""
+    """Templates match results to calls by position only."""
     order: dict[str | None, int] = {}
     for is_result, run in groupby(messages, lambda message: message.role == "tool"):
         turns = list(run)
@@ -124,15 +120,14 @@ def without_empty_turns(messages: Sequence[ChatMessage], key: str) -> list[ChatM
 
 
 class RawPrompts(FrozenStruct):
-    """Texts or lists of token ids. With `echo` an answer begins with its prompt."""
+    """With `echo` an answer begins with its prompt."""
 
     sources: Sequence[str | list[int]]
     echo: bool = False
 
 
 class Sampling(FrozenStruct, kw_only=True):
-    """None: the checkpoint's or the server's default. `speculative` allows drafts, which change no
-    token."""
+    """None: the default. `speculative` allows drafts, which change no token."""
 
     n: int = 1
     max_tokens: int | None = None
@@ -164,8 +159,8 @@ LazyForm = Callable[[], AnswerForm | None]  # takes a while; InvalidRequest name
 
 
 class Ask(FrozenStruct, kw_only=True):
-    """One request. `logprobs`, `prompt_logprobs`: alternatives a token, or None. `prompt_key`:
-    named in later errors."""
+    """`logprobs`, `prompt_logprobs`: alternatives per token, or None. `prompt_key`: named in later
+    errors."""
 
     prompt: ChatPrompt | RawPrompts
     model: str | None = None

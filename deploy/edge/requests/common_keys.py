@@ -1,4 +1,4 @@
-"""Keys that several APIs share: bounds, stop strings, content parts and functions."""
+"""Keys that several APIs share."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
@@ -37,7 +37,6 @@ class CommonSamplingKeys(FrozenStruct):
     stop: ShortText | StopTexts | None = None
 
     def sampling(self, **changes: Any) -> Sampling:
-        """The keys that Sampling has too, with `changes`."""
         names = set(self.__struct_fields__).intersection(Sampling.__struct_fields__)
         given = {name: value for name in names if not isinstance(value := getattr(self, name), Raw | UnsetType | None)}
         if given.get("seed") == -1:  # SGLang's and llama.cpp's word for a random one
@@ -70,7 +69,7 @@ def check_bounds(values: Iterable[Json | bytes], key: str, what: str) -> None:
 
 
 def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = ("text",)) -> Text:
-    """A text part. InvalidRequest: wrong kind, or no text."""
+    """InvalidRequest: wrong kind, or no text."""
     if kind not in kinds:
         raise invalid(where, f"parts of type {kind!r} are not supported here")
     if text is None:
@@ -79,7 +78,7 @@ def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = 
 
 
 def media_part(kind: MediaKind, url: str | None, where: str, budget: int | None = None) -> Media:
-    """A media part. InvalidRequest: no readable URL."""
+    """InvalidRequest: no readable URL."""
     if url is None or url[:6].partition(":")[0].lower() not in ("data", "http", "https"):
         raise invalid(where, f"the {kind} needs its data, or a URL (data:, http: or https:); no files are kept here")
     return Media(kind, url, budget)
@@ -91,8 +90,7 @@ def content_of(parts: list[Part]) -> str | list[Part]:
 
 
 def declared_function(name: str | None, tool: Any, parameters: Json) -> JsonObject:
-    """A function as chat templates take it. `tool` has `description` and `strict`;
-    engine.front.tools checks it."""
+    """A function as chat templates take it; engine.front.tools checks it."""
     schema = not_null(parameters)
     about = {
         "name": name,

@@ -13,8 +13,8 @@ from deploy.edge.serving.service import Service
 
 
 class GenerationApi(HttpEndpoint, kw_only=True):
-    """`reader` makes a request with `ask()`, `format` the format of its
-    answer. All raise InvalidRequest."""
+    """`reader` makes a request with `ask()`, `format` its answer's format. All raise
+    InvalidRequest."""
 
     right: Right = "generate"
     reader: BodyReader[Any] | FormReader[Any]

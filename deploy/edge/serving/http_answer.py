@@ -2,10 +2,10 @@
 
     first delta -> headers + first chunk -> all that has accumulated, one chunk at a time -> finish, usage, [DONE]
 
-Headers wait for the engine's first output, so a refusal is a plain 4xx (with `limits.comment_s`,
-perhaps an error event). A stream ends with `[DONE]`, an error event, or nothing if the client left.
-Tokens accumulate only while a write waits. All streams' events of a step are made before the first
-is written (DeltaReader), so the ingress wakes up once a step.
+Headers wait for the first output, so a refusal is a plain 4xx (with `limits.comment_s`, perhaps an
+error event). A stream ends with `[DONE]`, an error event, or nothing if the client left. All
+streams' events of a step are made before the first is written (DeltaReader), so the ingress wakes
+once a step.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class CompletionResponse(Response):
         self._streams = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. If the client leaves first, abort in the engine."""
+        """If the client leaves first, abort in the engine."""
         record = record_of(scope)
         record.answer = self._format.id
         record.stream = self._streams
@@ -150,7 +150,7 @@ class EventStream:
             await self._write(events, more=not self._run.is_complete)
 
     async def end(self) -> None:
-        """The last events have the end."""
+        """Sends nothing: `make` has added the end."""
 
     async def fail(self, error: QuartetError) -> None:
         """Its own reply before the headers, the last event after them, nothing to a stuck client."""
@@ -173,7 +173,7 @@ class EventStream:
             self._is_silent = True
 
     async def _write(self, body: bytes, *, more: bool) -> None:
-        """Write one chunk, bypassing middleware; the first brings the headers."""
+        """The first chunk brings the headers."""
         unsent, self._unsent = self._unsent, None
         self._is_silent = False
         self._is_closed = not more

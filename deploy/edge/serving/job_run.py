@@ -29,7 +29,7 @@ class JobSink(Protocol[T]):
 
     @property
     def put(self) -> Callable[[T], T | None] | None:
-        """Takes it without a task switch, and returns what `take` must still take."""
+        """Takes it without a task switch; returns what `take` must still take."""
 
     async def take(self, made: T) -> None:
         ...
@@ -52,7 +52,7 @@ class JobRun:
     _cause: QuartetError | None = None
 
     async def run(self, sink: JobSink[T]) -> None:
-        """Cancelled, the job is aborted in the engine. Its record has a ticket."""
+        """Cancelling aborts the job in the engine. Its record has a ticket."""
         with self.service.answering(len(self.job.params)):
             try:
                 await self._let_in()
@@ -73,7 +73,7 @@ class JobRun:
 
     @property
     def usage(self) -> Usage:
-        """Usage of all choices. A prompt token counts as cached only if no choice computed it."""
+        """Of all choices. A prompt token counts as cached only if no choice computed it."""
         cached = [generation.cached for generation in self._generations]
         per_prompt = self.job.choices_each
         cached_tokens = sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt))
@@ -82,7 +82,7 @@ class JobRun:
         return Usage(self.job.prompt_tokens, self._tokens, cached_tokens, reasoning, self._media_tokens, accepted, rejected)
 
     async def _let_in(self) -> None:
-        """Take a place in the engine, and charge the API key. Overloaded, QuotaExceeded."""
+        """Overloaded, QuotaExceeded."""
         job = self.job
         record = self.record
         ticket = record.ticket

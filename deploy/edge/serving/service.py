@@ -1,4 +1,4 @@
-"""One served model: text processor, engine, settings, and the count of open answers."""
+"""One served model."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -40,14 +40,9 @@ HOMES: dict[bytes | None, ConversationHome] = {home.encode(): home for home in g
 
 @dataclass
 class Service:
-    """One served model. `keys`: without them anybody may ask; what comes of them goes to `sink`. `tracer`: none unless configured.
-
-    `metrics`: content type of their page, and what makes it; None: this port does not have it. `rank_links`: where adapters may
-    be loaded later.
-
-    `jobs` makes what goes to the engine, `admission` lets it in; `open` counts choices from their submission to the last byte of
-    their answer. `about`: what a client on this machine may know.
-    """
+    """`keys` None: no request needs one. `sink` gets events; `metrics`: (content type, maker) of
+    their page. `rank_links`: where adapters may be loaded. `open` counts choices from submission
+    to their answer's last byte. `about`: for clients on this machine."""
 
     settings: ServiceSettings
     text: TextProcessor
@@ -82,14 +77,13 @@ class Service:
         return self.model
 
     def check_holder(self, record: RequestRecord, model: str | None) -> None:
-        """Forbidden: the API key's holder may not use the model that a request names, by any of its names."""
+        """Forbidden: the API key's holder may not use this model."""
         names = self.settings.names if model in (None, *self.settings.names) else (str(model),)
         if not any(map(record.may_ask, names)):
             raise Forbidden(f"This API key may not use the model `{names[0]}`.")
 
     @contextmanager
     def answering(self, choices: int) -> Iterator[None]:
-        """Count an answer's choices while it runs."""
         self.open += choices
         self.idle.clear()
         try:
@@ -100,13 +94,13 @@ class Service:
                 self.idle.set()
 
     def end(self, timeout_s: float) -> None:
-        """End side processes and hand over the last traces; blocks for at most `timeout_s`."""
+        """Blocks for at most `timeout_s`."""
         self.media_preparer.pool.close()
         if self.tracer is not None:
             self.tracer.close(timeout_s)
 
     def settle(self, record: RequestRecord) -> None:
-        """Return the place and unused quota of an ended request, and count its outcome."""
+        """Return place and unused quota, and count the outcome."""
         if record.ticket is not None:
             record.ticket.leave()
         refused = _REFUSALS.get(type(record.error))
@@ -119,7 +113,7 @@ class Service:
             self.sink(KeyTokens(record.key, record.used_tokens))
 
     def salt(self, ask: Ask, tenant: str) -> str:
-        """The salt of cached prefixes; with isolation only requests of one `tenant` share it."""
+        """With isolation only requests of one `tenant` share cached prefixes."""
         isolated = self.settings.limits.isolate_cache
         if isolated is None:
             isolated = self.keys is not None

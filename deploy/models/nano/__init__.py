@@ -1,4 +1,4 @@
-"""The embedded nano models and their adapters, trained on exercises (tests/nano), in `trained/`."""
+"""The embedded nano models and their adapters, trained on exercises (tests/nano)."""
 
 from pathlib import Path
 
