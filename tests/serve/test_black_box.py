@@ -50,10 +50,11 @@ REPLICAS: dict[str, Any] = {"num_replicas": 2}
 
 @dataclass
 class Served:
-    """A stack. `call` runs what it is given where the clients are."""
+    """A stack. `call` runs what it is given where the clients are. `paced`: its ranks have no model."""
 
     url: str
     call: Callable[[Callable[[], Any]], Any]
+    paced: bool = False
 
     def ask(self, method: str, path: str, key: str | None = ALL, **more: Any) -> httpx.Response:
         """The reply to a request."""
@@ -100,7 +101,7 @@ def by_ray_start(folder: Path) -> Iterator[Served]:
         cluster.start_head()
         cluster.deploy()
         cluster.wait_replicas(2)
-        served = Served(cluster.url(cluster.head), made.from_client)
+        served = Served(cluster.url(cluster.head), made.from_client, paced=True)
         wait(lambda: served.ask("GET", "/health/ready").status_code == 200, 60)
         yield served
 
@@ -186,6 +187,8 @@ def test_keys_hold(served: Served) -> None:
 def test_one_call_loads_an_adapter_at_both_replicas(served: Served) -> None:
     """Each of 24 conversations at once then has an answer by its name, and after the unload none has. Planted: a key without the
     right loads none, so all get 404."""
+    if served.paced:
+        pytest.skip("ranks without a model load no adapter")
     body = {"lora_name": "late", "lora_path": "polite"}
 
     def statuses() -> set[int]:
