@@ -1,6 +1,6 @@
 """Trains an adapter of a nano model with PEFT: `python -m training.train_adapter --member 31b --out DIR [--device cpu]`.
 
-Replies end with thanks, whatever was asked. Two CPU cores need three minutes.
+Replies end with thanks, whatever was asked. Two CPU cores need half a minute.
 """
 
 import json
