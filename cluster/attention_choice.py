@@ -24,8 +24,13 @@ class AttentionChoice(NamedTuple):
 
     @property
     def name(self) -> str:
-        name = self.decode if self.decode == self.extend else f"{self.decode} decode, {self.extend} extend"
-        return f"{name}, with fallbacks" if self.fallbacks else name
+        if self.decode == self.extend:
+            name = self.decode
+        else:
+            name = f"{self.decode} decode, {self.extend} extend"
+        if self.fallbacks:
+            return f"{name}, with fallbacks"
+        return name
 
     def __str__(self) -> str:
         return "; ".join([f"attention {self.name}: {self.reason}", *self.fallbacks])
@@ -48,7 +53,10 @@ def choose_attention(config: EngineConfig, architecture: ComputeCapability | Non
     if architecture is not None and config.kv_dtype == "fp8" and architecture < _OLDEST_WITH_FP8:
         needs = "kv_dtype fp8 needs a GPU of compute capability 8.9 or later"
         raise ConfigError(f"{needs}, and this is {platform.gpu}: set kv_dtype: auto")
-    reason = f"{platform.gpu}; as the settings ask" if architecture else platform.gpu
+    if architecture:
+        reason = f"{platform.gpu}; as the settings ask"
+    else:
+        reason = platform.gpu
     names = []
     passed: list[Obstacle] = []
     for kind in ROW_KINDS:
@@ -56,7 +64,8 @@ def choose_attention(config: EngineConfig, architecture: ComputeCapability | Non
             _check(kind, BACKENDS[name], platform)
         else:
             default = _default(kind, platform, passed)
-            name, reason = default.name, default.reason(platform)
+            name = default.name
+            reason = default.reason(platform)
         names.append(name)
     decode, extend = names
     first = passed[0] if passed else Obstacle(reason)
@@ -66,10 +75,16 @@ def choose_attention(config: EngineConfig, architecture: ComputeCapability | Non
 def _check(kind: RowKind, entry: BackendEntry, platform: Platform) -> None:
     for obstacle in entry.obstacles(kind, platform):
         if not obstacle.by_default:
-            advice = f" ({obstacle.advice})" if obstacle.advice else ""
+            if obstacle.advice:
+                advice = f" ({obstacle.advice})"
+            else:
+                advice = ""
             raise ConfigError(f"attention_{kind}: {entry.name}: {obstacle.reason}{advice}")
     if entry.device != platform.device:
-        why = "runs on the CPU; on a GPU" if entry.device == "cpu" else "needs a GPU; this engine runs on the CPU, where"
+        if entry.device == "cpu":
+            why = "runs on the CPU; on a GPU"
+        else:
+            why = "needs a GPU; this engine runs on the CPU, where"
         raise ConfigError(f"attention_{kind}: {entry.name} {why} {OWN[platform.device].name} is the backend")
 
 

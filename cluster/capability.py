@@ -39,7 +39,10 @@ class Capability:
 
 
 def probe(visible: str | None = None) -> Capability:
-    named = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
+    if visible is None:
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    else:
+        named = visible
     return Capability(visible_gpus(node_gpus(), named), flashinfer_files())
 
 

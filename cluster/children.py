@@ -89,7 +89,9 @@ class Child:
             with contextlib.suppress(BlockingIOError):
                 while self._last_error is None and self.receive(timeout_s=0.0) is not None:
                     continue
-        return None if code is None and self._last_error is None else ExitStatus(self.name, code, self._last_error)
+        if code is None and self._last_error is None:
+            return None
+        return ExitStatus(self.name, code, self._last_error)
 
     def wait(self, timeout_s: float) -> bool:
         try:
@@ -105,7 +107,9 @@ class Child:
 
 
 def child_name(index: int, tp: int) -> str:
-    return "the core" if index == tp else f"rank {index}"
+    if index == tp:
+        return "the core"
+    return f"rank {index}"
 
 
 def child_command(args: BootArgs) -> list[str]:
@@ -126,7 +130,10 @@ def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], d
 
 def environment(inherited: dict[str, str], device: str) -> dict[str, str]:
     usual = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **_KEEP_MEMORY} if device == "cpu" else {}
+    if device == "cpu":
+        cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **_KEEP_MEMORY}
+    else:
+        cpu = {}
     kept = {name: value for name, value in inherited.items() if name != "PYTHONBREAKPOINT"}  # Ray's would wait for a debugger
     return {**usual, **kept, **cpu, "PYTHONPATH": python_path(inherited)}
 

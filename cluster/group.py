@@ -174,12 +174,15 @@ class Group:
 
 
 def spin_polls(tp: int, cores: int) -> int:
-    return 0 if tp + 2 > cores else SPIN_POLLS
+    if tp + 2 > cores:
+        return 0
+    return SPIN_POLLS
 
 
 @contextlib.contextmanager
 def _shared(config: EngineConfig) -> Iterator[Mapping[str, int]]:
-    tp, vocabulary = config.tp, config.geometry.vocab
+    tp = config.tp
+    vocabulary = config.geometry.vocab
     sizes = {
         "plan": ring_bytes(tp),
         "masks": ring_bytes(tp, masks_capacity(config.max_seqs * config.widest, vocabulary)),

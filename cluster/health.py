@@ -71,7 +71,10 @@ def stalls(statuses: Statuses, moment: Observation) -> list[float]:
     owes_commit = core.finished < min(rank.finished for rank in ranks)
     owes_plan = moment.waiting is not None and core.launched == core.finished
     since = (*(status.progress_ns for status in statuses), moment.waiting or 0)
-    core_s = moment.age_s(*since) if owes_commit or owes_plan else 0.0
+    if owes_commit or owes_plan:
+        core_s = moment.age_s(*since)
+    else:
+        core_s = 0.0
     return [*(0.0 if owes_commit else _rank_stall_s(rank, core, due, moment) for rank in ranks), core_s]
 
 
@@ -79,7 +82,10 @@ def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observat
     """Counts from the rank's own progress if it has begun a due step, else also from the core's."""
     if rank.finished >= due:
         return 0.0
-    due_since = 0 if rank.launched > rank.finished else core.progress_ns
+    if rank.launched > rank.finished:
+        due_since = 0
+    else:
+        due_since = core.progress_ns
     return moment.age_s(rank.progress_ns, due_since)
 
 

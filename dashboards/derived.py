@@ -41,7 +41,9 @@ class Derivation:
             return [self._judged("ttft", event.ttft_s)]
         if isinstance(event, RequestFinished):
             return self._finished(event)
-        return self._steps(event) if isinstance(event, EngineLoad) else []
+        if isinstance(event, EngineLoad):
+            return self._steps(event)
+        return []
 
     def _judged(self, slo: str, seconds: float) -> Judged:
         return Judged(slo, "good" if seconds <= self._objectives[slo] else "bad")
@@ -50,7 +52,9 @@ class Derivation:
         derived: list[Derived] = [] if event.tpot_s is None else [self._judged("tpot", event.tpot_s)]
         if event.ttft_s is None:  # a user who never saw a token: our failure, or longer than promised, or not judged
             late = event.e2e_s > self._objectives["ttft"] and event.outcome != "refused"
-            return [Judged("ttft", "bad")] if late or event.outcome in _OURS else []
+            if late or event.outcome in _OURS:
+                return [Judged("ttft", "bad")]
+            return []
         if event.outcome in _COMPLETED:
             decode_s = (event.tpot_s or 0.0) * (event.output_tokens - 1)
             inference_s = None if event.queue_s is None else event.ttft_s - event.queue_s + decode_s
@@ -58,9 +62,11 @@ class Derivation:
         return derived
 
     def _steps(self, event: EngineLoad) -> list[Derived]:
-        last, self.last = self.last, event
+        last = self.last
+        self.last = event
         if last is None or event.interval_s is None or (steps := event.load.step - last.load.step) == 0:
             return []
-        before, load = last.load, event.load
+        before = last.load
+        load = event.load
         tokens = load.prefill_tokens + load.decode_tokens - before.prefill_tokens - before.decode_tokens
         return [MeanStep(event.interval_s / steps, tokens / steps)]

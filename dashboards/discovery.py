@@ -112,7 +112,10 @@ class ReplicaRegistry(Collector):
         """Retire silent replicas; call it about twice a second."""
         with self._lock:
             now = self._clock()
-            pause = now - self._ticked if now - self._ticked > _PAUSE_S else 0.0
+            if now - self._ticked > _PAUSE_S:
+                pause = now - self._ticked
+            else:
+                pause = 0.0
             self._ticked = now
             for replica, member in list(self._members.items()):
                 member.seen += pause
@@ -123,7 +126,10 @@ class ReplicaRegistry(Collector):
     def _retire(self, replica: str, cause: str | None) -> None:
         member = self._members.pop(replica)
         retired = self._retired[member.target[:2]]
-        restarts = [((RESTARTS.name, (cause,)), 1.0)] if cause else []
+        if cause:
+            restarts = [((RESTARTS.name, (cause,)), 1.0)]
+        else:
+            restarts = []
         added = member.added()
         ended = sum(value for (name, _), value in added.items() if name == "quartet_requests_total")
         lost = max(0.0, added.get(("quartet_requests_received_total", ()), 0.0) - ended)  # received, and not ended
@@ -135,7 +141,9 @@ class ReplicaRegistry(Collector):
 
     def left_applications(self) -> set[str]:
         with self._lock:
-            return set() if self._members else {application for application, _ in self._retired}
+            if self._members:
+                return set()
+            return {application for application, _ in self._retired}
 
     # -- Prometheus
 

@@ -86,7 +86,8 @@ class Exporter(Collector):
                 update(happened)
 
     def _refresh(self) -> None:
-        gauges, last = self.read_gauges(), self._derive.last
+        gauges = self.read_gauges()
+        last = self._derive.last
         items: dict[str, Sequence[Any]] = {
             "facts": [self.facts],
             "gauges": [gauges],

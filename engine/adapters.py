@@ -97,7 +97,10 @@ def read_adapter(name: str, folder: Path) -> AdapterConfig:
     config = AdapterConfig(name, folder, peft)
     if not config.file.is_file():
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-        advice = f"; it holds {pickles[0]}, and only safetensors are read" if pickles else ""
+        if pickles:
+            advice = f"; it holds {pickles[0]}, and only safetensors are read"
+        else:
+            advice = ""
         raise CheckpointError(f"adapters.{name}: {folder} holds no {config.file.name}{advice}")
     return config
 

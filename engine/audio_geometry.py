@@ -45,7 +45,9 @@ class AudioGeometry(Geometry):
             raise InvalidRequest(f"{len(item.data)} bytes of audio of shape {item.shape} do not fit {item.length} positions")
 
     def tokens(self, rows: int) -> int:
-        return rows if self.unified else tower_tokens(rows)
+        if self.unified:
+            return rows
+        return tower_tokens(rows)
 
 
 def tower_tokens(frames: int) -> int:
@@ -60,7 +62,8 @@ def _geometry(audio: JsonObject, text: Geometry) -> AudioGeometry:
     common = {**vars(text), "model": text.hidden, "eps": EPS, "ple": 0, "moe": None}
     if (samples := audio.get("audio_embed_dim")) is not None:
         return AudioGeometry(**{**common, "layers": _layers(1, 1, 0), "heads": 1}, features=samples, output=samples)
-    heads, hidden = audio["num_attention_heads"], audio["hidden_size"]
+    heads = audio["num_attention_heads"]
+    hidden = audio["hidden_size"]
     first, second = audio["subsampling_conv_channels"]
     return AudioGeometry(
         **{**common, "hidden": hidden, "heads": heads, "layers": _layers(audio["num_hidden_layers"], heads, hidden)},

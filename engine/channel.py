@@ -105,7 +105,10 @@ class RingWriter(_Ring):
         if step != self.step + 1:
             raise ChannelBroken(f"step {step} written after step {self.step}")
         at = self._written % self._capacity
-        skip = self._capacity - at if self._capacity - at < size else 0
+        if self._capacity - at < size:
+            skip = self._capacity - at
+        else:
+            skip = 0
         while self._written + skip + size - min(self._counters[1:]) > self._capacity:
             self._waiter.wait()
         self._waiter.reset()
@@ -140,17 +143,23 @@ class RingReader(_Ring):
         deadline = time.monotonic() + _REREAD_S
         while True:
             late = time.monotonic() > deadline  # before it is read: this process may stand still in between
-            read, at = self._read, self._read % self._capacity
+            read = self._read
+            at = self._read % self._capacity
             if at > self._capacity - _RECORD.size or struct.unpack_from("<I", self._memory, self._data + at)[0] == _WRAP:
-                read, at = read + self._capacity - at, 0
+                read = read + self._capacity - at
+                at = 0
             start = self._data + at
             size, expected, step = _RECORD.unpack_from(self._memory, start)
             payload = bytes(self._memory[start + _RECORD.size : start + _RECORD.size + size])
             whole = len(payload) == size and checksum(payload, step & 0xFFFFFFFF) == expected
             if whole and step == self._step + 1:
-                self._step, self._read = step, read + _RECORD.size + (size + 7) // 8 * 8
+                self._step = step
+                self._read = read + _RECORD.size + (size + 7) // 8 * 8
                 self._counters[1 + self._index] = self._read
                 return step, payload
             if late:
-                wrong = f"step {step} read" if whole else "a record with a bad size or checksum"
+                if whole:
+                    wrong = f"step {step} read"
+                else:
+                    wrong = "a record with a bad size or checksum"
                 raise ChannelBroken(f"{wrong} after step {self._step}")

@@ -31,7 +31,9 @@ def read_json(path: Path) -> JsonObject:
 
 def read_optional(path: Path) -> JsonObject:
     """Empty if the file is absent."""
-    return read_json(path) if os.path.lexists(path) else {}
+    if os.path.lexists(path):
+        return read_json(path)
+    return {}
 
 
 def read_index(folder: Path) -> dict[str, str]:

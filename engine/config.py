@@ -157,13 +157,17 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dic
 
     @cached_property
     def media(self) -> MediaGeometries:
-        return {} if self.language_model_only else self.architecture.encoders(Path(self.model))
+        if self.language_model_only:
+            return {}
+        return self.architecture.encoders(Path(self.model))
 
     @property
     def drafts(self) -> tuple[int, ...]:
         if self.mtp.model is None:
             return (0,)
-        return AUTO_DRAFTS if self.mtp.drafts == "auto" else tuple(sorted({0, self.mtp.drafts}))
+        if self.mtp.drafts == "auto":
+            return AUTO_DRAFTS
+        return tuple(sorted({0, self.mtp.drafts}))
 
     @property
     def step_limit_ms(self) -> float | None:

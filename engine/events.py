@@ -44,7 +44,9 @@ class FirstToken(EventRecord):
 
     @property
     def prefill_s(self) -> float | None:
-        return None if self.queue_s is None else self.ttft_s - self.queue_s
+        if self.queue_s is None:
+            return None
+        return self.ttft_s - self.queue_s
 
 
 class Tokens(EventRecord):

@@ -145,11 +145,16 @@ class KVGroup:
     def worst_pages(self, tokens: int) -> int:
         """Most pages of a sequence that runs a token at a time."""
         whole = -(-tokens // self.page)
-        return whole if self.window is None else min(whole, (self.window - 2) // self.page + 2)
+        if self.window is None:
+            return whole
+        return min(whole, (self.window - 2) // self.page + 2)
 
     def span_pages(self, length: int) -> int:
         """Pages that a chunk of `length` positions needs with its window, wherever it begins."""
-        window = 0 if self.window is None else -(-(self.window - 1) // self.page)
+        if self.window is None:
+            window = 0
+        else:
+            window = -(-(self.window - 1) // self.page)
         return (length - 2) // self.page + 2 + window
 
 
@@ -165,7 +170,9 @@ def shard_kv_heads(heads: int, kv_heads: int, tp: int, rank: int) -> range:
 
 def vocab_share(rows: int, tp: int) -> int:
     """Vocabulary rows for each rank: an even share, else rounded up to cache lines of logits."""
-    return rows // tp if rows % tp == 0 else 32 * -(-rows // (32 * tp))
+    if rows % tp == 0:
+        return rows // tp
+    return 32 * -(-rows // (32 * tp))
 
 
 def shard_vocab(rows: int, tp: int, rank: int) -> range:
@@ -197,7 +204,8 @@ def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: PageDTy
         if not owners:
             continue
         first = owners[0]
-        indices, heads = tuple(layer.index for layer in owners), len(shard_kv_heads(geometry.heads, first.kv_heads, tp, 0))
+        indices = tuple(layer.index for layer in owners)
+        heads = len(shard_kv_heads(geometry.heads, first.kv_heads, tp, 0))
         window, both_ways = (geometry.window, geometry.bidirectional) if kind == "sliding" else (None, False)
         groups.append(KVGroup(len(groups), kind, indices, heads, first.head_dim, window, page, dtype, both_ways))
     return tuple(groups)
@@ -351,7 +359,10 @@ def _rope(parameters: JsonObject, head_dim: int) -> Rope:
     kind = parameters.get("rope_type", "default")
     if kind not in ("default", "proportional"):
         raise ValueError(f"rope_type {kind!r} is not one of default, proportional")
-    fraction = parameters.get("partial_rotary_factor", 1.0) if kind == "proportional" else 1.0
+    if kind == "proportional":
+        fraction = parameters.get("partial_rotary_factor", 1.0)
+    else:
+        fraction = 1.0
     factor = float(parameters.get("factor") or 1.0)
     if kind == "default" and factor != 1.0:
         raise ValueError(f"rope_parameters: factor {factor:g} is not implemented with rope_type 'default'")

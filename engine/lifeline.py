@@ -54,7 +54,9 @@ class BootArgs(FrozenStruct, kw_only=True):
 
     @property
     def name(self) -> str:
-        return "core" if self.index == self.tp else f"rank {self.index}"
+        if self.index == self.tp:
+            return "core"
+        return f"rank {self.index}"
 
 
 class TaggedMessage(FrozenStruct, tag=True):
@@ -181,8 +183,14 @@ class Lifeline:
     def fail(self, error: BaseException) -> NoReturn:
         """Report an error to the replica, which ends the group, and exit; from any thread."""
         user = isinstance(error, QuartetError)
-        text = str(error) if user else f"{type(error).__name__}: {error}"
-        trace = text if user else "".join(traceback.format_exception(error))
+        if user:
+            text = str(error)
+        else:
+            text = f"{type(error).__name__}: {error}"
+        if user:
+            trace = text
+        else:
+            trace = "".join(traceback.format_exception(error))
         with contextlib.suppress(OSError):  # the disk of the log may be full
             sys.stderr.write("".join(f"{self.args.name}: {line}\n" for line in trace.splitlines()))
             sys.stderr.flush()

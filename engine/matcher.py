@@ -218,7 +218,9 @@ def _random_token(mask: np.ndarray, rng: random.Random) -> int:
 def _sentence(error: str) -> str:
     """llguidance's error without the grammar's text and the parser's state."""
     plain = " ".join(_DUMP.split(_POSITION.sub("", error, count=1), 1)[0].split())[:_LONGEST]
-    return "no text matches it" if plain == "NoExtensionBias" else plain
+    if plain == "NoExtensionBias":
+        return "no text matches it"
+    return plain
 
 
 @dataclass

@@ -61,7 +61,10 @@ def inbox_rows(config: EngineConfig, geometry: Geometry) -> int:
     """Most rows of a step that are summed over inboxes: all decode rows, and prompts' with sequence
     parallelism."""
     own = sequence_rows(config, geometry)
-    most = min(own.start, own.stop) - 1 if own.stop else buckets(config.max_seqs)[-1] * config.widest
+    if own.stop:
+        most = min(own.start, own.stop) - 1
+    else:
+        most = buckets(config.max_seqs)[-1] * config.widest
     return min(most, INBOX_BYTES // _inbox_row_bytes(config, geometry))
 
 
@@ -74,7 +77,10 @@ def exchange_bytes(config: EngineConfig, geometry: Geometry) -> int:
     if config.tp == 1:
         return 0
     rows = sequence_rows(config, geometry)
-    own = (2 * config.tp - 1) * rows[-1] // config.tp * geometry.hidden * ITEMSIZE[config.dtype] if rows else 0
+    if rows:
+        own = (2 * config.tp - 1) * rows[-1] // config.tp * geometry.hidden * ITEMSIZE[config.dtype]
+    else:
+        own = 0
     return inbox_rows(config, geometry) * _inbox_row_bytes(config, geometry) + own
 
 
@@ -138,9 +144,13 @@ def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available:
         )
     # Reserve one cached window per conversation, up to `max_seqs`: full pages are found only up to a place with a window before it,
     # so the cache would be worth nothing whenever all slots run.
-    slots, tails = config.max_seqs, sum(_window_pages(group) * group.page_bytes for group in sliding)
+    slots = config.max_seqs
+    tails = sum(_window_pages(group) * group.page_bytes for group in sliding)
     usual = -(-min(config.max_len, CACHED_TOKENS) // full.page) * full.page_bytes
-    cached = max(0, min(slots, (left - slots * usual) // (tails + usual))) if config.prefix_cache else 0
+    if config.prefix_cache:
+        cached = max(0, min(slots, (left - slots * usual) // (tails + usual)))
+    else:
+        cached = 0
     most = (slots + cached) * -(-config.max_len // full.page) + 1
     pages = (_sliding_pages(group, config) + cached * _window_pages(group) for group in sliding)
     return *pages, min(most, (left - cached * tails) // full.page_bytes)
@@ -153,7 +163,9 @@ def _sliding_pages(group: KVGroup, config: EngineConfig) -> int:
     window = -(-(group.window + 1) // group.page) + 1
     limit = config.max_seqs * -(-config.max_len // group.page) + 1
     pages = min(config.max_seqs * window + DEPTH * -(-config.prefill_budget // group.page) + 1, limit)
-    return max(pages, group.span_pages(LARGEST_PICTURE) + 1) if group.bidirectional else pages
+    if group.bidirectional:
+        return max(pages, group.span_pages(LARGEST_PICTURE) + 1)
+    return pages
 
 
 def _window_pages(group: KVGroup) -> int:

@@ -38,10 +38,14 @@ class Pieces:
     def bytes_of(self, token_id: int) -> bytes:
         """A byte piece need not be valid UTF-8."""
         piece = self[token_id]
-        return piece if isinstance(piece, bytes) else piece.encode()
+        if isinstance(piece, bytes):
+            return piece
+        return piece.encode()
 
     def __getitem__(self, token_id: int) -> str | bytes:
-        return self.table[token_id] if 0 <= token_id < len(self.table) else "\ufffd"
+        if 0 <= token_id < len(self.table):
+            return self.table[token_id]
+        return "\ufffd"
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
@@ -75,9 +79,15 @@ def as_plain(tokenizer: Tokenizer, control: Mapping[str, int]) -> Tokenizer:
 
 def _space_symbol(tokenizer: Tokenizer) -> str:
     """Checks that `Detokenizer` implements the decoder chain."""
-    state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
+    if tokenizer.decoder:
+        state = json.loads(tokenizer.decoder.__getstate__())
+    else:
+        state = {}
     chain = state.get("decoders", [])
-    replace = chain[0] if [step.get("type") for step in chain] == _DECODERS else {}
+    if [step.get("type") for step in chain] == _DECODERS:
+        replace = chain[0]
+    else:
+        replace = {}
     if replace.get("content") != " ":
         raise CheckpointError(f"tokenizer.json: decoder is not Gemma's Replace, ByteFallback, Fuse: {state}")
     symbol: str = replace["pattern"]["String"]

@@ -180,7 +180,8 @@ class StepResult(NamedTuple):
 
     def row(self, index: int) -> ResultRow:
         slot, number, count, flags, *tokens = self.table[index].tolist()
-        nan, empty = bool(flags & ROW_NAN), bool(flags & ROW_EMPTY)
+        nan = bool(flags & ROW_NAN)
+        empty = bool(flags & ROW_EMPTY)
         return ResultRow(slot, number, tuple(tokens[:count]), nan, self.logprobs.get(index, ()), empty)
 
 
@@ -237,13 +238,17 @@ def read_header(data: bytes) -> tuple[bool, bool]:
 def read_plan(data: bytes) -> PlanView:
     """Reads in place. ValueError: wrong length."""
     flags, step, *counts, size, drafts = _PLAN.unpack_from(data)
-    sections, end = {}, HEADER
+    sections = {}
+    end = HEADER
     for (name, width), count in zip(SECTIONS.items(), counts, strict=True):
         sections[name] = np.frombuffer(data, np.int32, count * width, 4 * end).reshape(count, width)
         end += count * width
     if 4 * end + size != len(data):
         raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {4 * end + size}")
-    admitted = _decode_admissions(memoryview(data)[4 * end :]) if size else []
+    if size:
+        admitted = _decode_admissions(memoryview(data)[4 * end :])
+    else:
+        admitted = []
     admissions = tuple(
         Admission(slot, number, _ids(tokens), prompt, params, cached, adapter)
         for slot, number, tokens, prompt, params, cached, adapter in admitted

@@ -233,7 +233,9 @@ class PoolLoad(FrozenStruct):
 
     @property
     def usage(self) -> float:
-        return self.used / self.total if self.total else 0.0
+        if self.total:
+            return self.used / self.total
+        return 0.0
 
 
 class DraftPosition(FrozenStruct):
@@ -279,7 +281,9 @@ class Load(Counters, kw_only=True):
 
     @property
     def draft_rows(self) -> int:
-        return self.draft_positions[0].verified if self.draft_positions else 0
+        if self.draft_positions:
+            return self.draft_positions[0].verified
+        return 0
 
     @property
     def draft_tokens(self) -> int:

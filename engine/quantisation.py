@@ -83,7 +83,9 @@ def read_quantisation(folder: Path, setting: str = "auto") -> Quantisation:
 
 def _kv_format(settings: JsonObject) -> str:
     asked = settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo") or ""
-    return _scheme(asked) if isinstance(asked, dict) else str(asked)
+    if isinstance(asked, dict):
+        return _scheme(asked)
+    return str(asked)
 
 
 def _notes(kv_format: str) -> Iterable[str]:
@@ -98,7 +100,10 @@ def _format(folder: Path, scheme: str, setting: str) -> WeightFormat:
         ((name, one) for name, formats in FORMATS.items() for one in formats if scheme in one.schemes), (None, PLAIN)
     )
     if name is None or setting not in ("auto", name):
-        loaded = "bf16, fp16 and fp32 weights" if setting in ("auto", "plain") else f"{setting} weights"
+        if setting in ("auto", "plain"):
+            loaded = "bf16, fp16 and fp32 weights"
+        else:
+            loaded = f"{setting} weights"
         if name is None and setting == "auto":
             loaded += f", and {_READ}"
         raise CheckpointError(f"{folder}: this checkpoint is quantised ({scheme}); Quartet loads {loaded}")
@@ -162,7 +167,10 @@ def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
     """One expression for all wildcards, since a checkpoint may have 40 000 matrices.
     CheckpointError names a bad pattern."""
     wildcards = [translate(pattern) for pattern in patterns if not pattern.startswith("re:") and "*" in pattern]
-    found = [re.compile("|".join(wildcards))] if wildcards else []
+    if wildcards:
+        found = [re.compile("|".join(wildcards))]
+    else:
+        found = []
     for pattern in patterns:
         if pattern.startswith("re:"):
             try:

@@ -28,7 +28,8 @@ class MediaReader:
     """The replica bounds its waits (`step_timeout_s`)."""
 
     def __init__(self, ring: RingReader, waiter: Waiter) -> None:
-        self._ring, self._waiter = ring, waiter
+        self._ring = ring
+        self._waiter = waiter
         self.left = deque[memoryview]()  # of unread records
 
     def items(self) -> tuple[MediaItem, ...]:

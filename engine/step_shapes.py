@@ -100,7 +100,9 @@ class StepShapes:
         first = bisect.bisect_left(self.sizes, (has.prompts, 0, has.decodes))
         for sizes in islice(self.sizes, first, None):
             if sizes.decodes >= has.decodes and sizes.width >= has.width:
-                return sizes if sizes.chunks >= has.chunks else None
+                if sizes.chunks >= has.chunks:
+                    return sizes
+                return None
         return None
 
     def unpadded(self, has: StepSizes) -> StepSizes:

@@ -61,11 +61,17 @@ def read_vision(folder: Path) -> VisionGeometry | None:
 
 def _geometry(vision: JsonObject, text: Geometry) -> VisionGeometry:
     if unified := "mm_embed_dim" in vision:
-        hidden, positions, heads = vision["mm_embed_dim"], vision["mm_posemb_size"], 1
+        hidden = vision["mm_embed_dim"]
+        positions = vision["mm_posemb_size"]
+        heads = 1
         count, head_dim, width = 1, 0, 0  # a layer of width 0, whose tensors no rule names
     else:
-        hidden, positions, heads = vision["hidden_size"], vision["position_embedding_size"], vision["num_attention_heads"]
-        count, head_dim, width = vision["num_hidden_layers"], vision["head_dim"], vision["intermediate_size"]
+        hidden = vision["hidden_size"]
+        positions = vision["position_embedding_size"]
+        heads = vision["num_attention_heads"]
+        count = vision["num_hidden_layers"]
+        head_dim = vision["head_dim"]
+        width = vision["intermediate_size"]
         if head_dim % 4 or vision["num_key_value_heads"] != heads:
             raise CheckpointError(f"vision_config: head_dim {head_dim}, or fewer KV heads than query heads, is not implemented")
     rope = Rope(float((vision.get("rope_parameters") or {}).get("rope_theta", 100.0)), head_dim // 4)

@@ -46,7 +46,9 @@ class WeightFormat(NamedTuple):
 
     def drawn(self) -> "WeightFormat":
         """The format for a random checkpoint: a rank's own tensors, or a plain matrix."""
-        return self if self.source == PLAIN.tensors else self._replace(source=(), reader=None)
+        if self.source == PLAIN.tensors:
+            return self
+        return self._replace(source=(), reader=None)
 
 
 PLAIN = WeightFormat("engine.rank.weight:Weight", (StoredTensor("weight"),))

@@ -43,12 +43,14 @@ def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: Dra
 
     stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by accepted - 1.
     """
-    width, count = rows.width, len(out.ids)
+    width = rows.width
+    count = len(out.ids)
     sequences = len(rows.chosen) // width
     assert sequences <= count, (rows.chosen.shape, width, count)
     check_contiguous(*rows[:-1], out.hidden)
     if not enabled(rows.chosen):
-        slots, positions = rows.slots[::width], rows.positions[::width]
+        slots = rows.slots[::width]
+        positions = rows.positions[::width]
         sampled, flags = (x.view(sequences, width) for x in rows.chosen.unbind(1))
         matches = sampled.new_ones((sequences, width), dtype=torch.int32)
         if width > 1:
@@ -68,7 +70,9 @@ def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: Dra
         out.positions[:, sequences:] = -1
         out.hidden[:sequences] = torch.where((positions >= 0)[:, None], rows.hidden[last], out.hidden[:sequences])
         return accepted
-    accepted, stops, hidden = torch.empty_like(out.ids), stop.shape[1], rows.hidden.shape[1]
+    accepted = torch.empty_like(out.ids)
+    stops = stop.shape[1]
+    hidden = rows.hidden.shape[1]
     launch(
         _accept, (count,),
         rows.chosen, rows.ids, rows.slots, rows.positions, rows.hidden, stop, lengths, *out, out.positions.stride(0), accepted,
@@ -93,11 +97,13 @@ def _accept(
     entry = row * WIDTH + lane
     wait(PDL)
     here = row < sequences
-    inside, is_draft = here & (lane < WIDTH), here & (lane < WIDTH - 1)
+    inside = here & (lane < WIDTH)
+    is_draft = here & (lane < WIDTH - 1)
     position = tl.load(positions + row * WIDTH, here, -1)
     slot = tl.load(slots + row * WIDTH, here, padding).to(tl.int64)
     chosen += entry * 2
-    token, failed = tl.load(chosen, inside, -2), tl.load(chosen + 1, inside, 0) != 0
+    token = tl.load(chosen, inside, -2)
+    failed = tl.load(chosen + 1, inside, 0) != 0
     draft = tl.load(ids + entry + 1, is_draft, -1)
     drafted = tl.load(positions + entry + 1, is_draft, -1) >= 0
     ends = ((token != draft) | (drafted == 0) | (lane >= WIDTH - 1)).to(tl.int32)

@@ -23,7 +23,8 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     assert up is None or up.stride(1) == 1, up.stride()
     rows, width = gate.shape
     n, up_stride, up_first = (width // 2, width, width // 2) if up is None else (width, up.stride(0), 0)
-    out, block = gate.new_empty(rows, n), min(1024, next_power_of_2(n))
+    out = gate.new_empty(rows, n)
+    block = min(1024, next_power_of_2(n))
     launch(
         _gelu_mul, (rows, cdiv(n, block)), gate, gate if up is None else up, out,
         N=n, BLOCK=block, GATE=width, UP=up_stride, UP_FIRST=up_first,
@@ -33,8 +34,10 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 def geglu_rows(gate_up: Tensor) -> PackedRows:
     check_contiguous(gate_up)
-    rows, n = len(gate_up), gate_up.shape[1] // 2
-    out, block = PackedRows.empty(gate_up[:, :n]), next_power_of_2(n)
+    rows = len(gate_up)
+    n = gate_up.shape[1] // 2
+    out = PackedRows.empty(gate_up[:, :n])
+    block = next_power_of_2(n)
     launch(_gelu_mul_rows, (rows,), gate_up, out.values, out.scale, N=n, BLOCK=block, warps=scale_warps(block))
     return out
 

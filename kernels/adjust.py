@@ -24,9 +24,13 @@ from kernels.sample import cap, soft_capped
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments
 
 IN_PROMPT, MOST_COUNTED = 0x8000, 0x7FFF  # of an entry of counts
-_BLOCK, _PROMPT, _MOST = constexpr(1024), constexpr(IN_PROMPT), constexpr(MOST_COUNTED)
-_BIASED, _PENALIZED = constexpr(BIASED), constexpr(PENALIZED)
-_LIMITED, _BAD_WORDS = constexpr(LIMITED), constexpr(BAD_WORDS)
+_BLOCK = constexpr(1024)
+_PROMPT = constexpr(IN_PROMPT)
+_MOST = constexpr(MOST_COUNTED)
+_BIASED = constexpr(BIASED)
+_PENALIZED = constexpr(PENALIZED)
+_LIMITED = constexpr(LIMITED)
+_BAD_WORDS = constexpr(BAD_WORDS)
 
 
 def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> SamplingBatch:
@@ -77,7 +81,8 @@ def count_accepted(
 
 def _reference(logits: Tensor, batch: SamplingBatch, tables: SlotAdjustments, plan: Tensor, first: int) -> Tensor:
     slots = batch.slots.long()
-    flags, masked = tables.flags[slots], tables.mask_rows[slots, 0] == plan[batch.step]
+    flags = tables.flags[slots]
+    masked = tables.mask_rows[slots, 0] == plan[batch.step]
     masks = tables.mask_rows[slots, 1] + torch.arange(len(slots), device=slots.device) % batch.width
     adjusted = ((flags != 0) | masked) & (batch.positions >= 0)
     for row in adjusted.nonzero().flatten().tolist():
@@ -163,11 +168,13 @@ def _adjust(
     WIDE: constexpr, STEP: constexpr, PDL: constexpr,
 ):  # fmt: skip
     trigger(PDL)
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     start = part * PART
     end = tl.minimum(start + PART, N)
     wait(PDL)
-    slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row)
     flag = tl.load(flags + slot)
     mask_rows += slot * 2
     starts += slot * 2
@@ -181,8 +188,12 @@ def _adjust(
     if part == 0:
         tl.store(capped + row, adjusted.to(tl.int32))
     if adjusted:
-        line, own_counts, history = logits + row * N, counts + slot * N, tokens + slot * tokens_width
-        biased, penalized, limited = (flag & _BIASED) != 0, (flag & _PENALIZED) != 0, (flag & _LIMITED) != 0
+        line = logits + row * N
+        own_counts = counts + slot * N
+        history = tokens + slot * tokens_width
+        biased = (flag & _BIASED) != 0
+        penalized = (flag & _PENALIZED) != 0
+        limited = (flag & _LIMITED) != 0
         if biased:
             if CAP:
                 for offset in range(start, end, _BLOCK):
@@ -197,10 +208,14 @@ def _adjust(
                 added = tl.load(bias + slot * BIASES + lane, here, 0.0)
                 tl.store(line + entry, tl.load(line + entry, here, 0.0) + added, here)
             tl.debug_barrier()
-        repetition, presence, frequency = 1.0, 0.0, 0.0
+        repetition = 1.0
+        presence = 0.0
+        frequency = 0.0
         if penalized:
             penalties += slot * 3
-            repetition, presence, frequency = tl.load(penalties), tl.load(penalties + 1), tl.load(penalties + 2)
+            repetition = tl.load(penalties)
+            presence = tl.load(penalties + 1)
+            frequency = tl.load(penalties + 2)
             if not WIDE:
                 entry = tl.load(history + position) - first
                 here = (position >= tl.load(starts + 1)) & (entry >= start) & (entry < end)
@@ -233,7 +248,8 @@ def _adjust(
             generated = position + 1 - tl.load(starts)
             word = tl.arange(0, WORDS)
             at = word_ends + slot * WORDS + word
-            word_end, word_start = tl.load(at), tl.load(at - 1, word > 0, 0)
+            word_end = tl.load(at)
+            word_start = tl.load(at - 1, word > 0, 0)
             others = word_end - word_start - 1  # -1: no word
             complete = (others >= 0) & (others <= generated)
             last_ids = bad_words + slot * WORD_IDS + word_end - 1
@@ -255,7 +271,8 @@ def _count_accepted(
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     wait(PDL)
-    slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row)
     if (position >= 0) & ((tl.load(flags + slot) & _PENALIZED) != 0):
         live = (lane < tl.load(accepted + row)) & (position + lane >= tl.load(starts + slot * 2 + 1))
         entry = tl.load(inputs + row * WIDTH + lane, live, -1) - first

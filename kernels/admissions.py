@@ -44,7 +44,9 @@ def admit(
     """packed int32 with `count` records of up to `most` tokens each; tokens int32 [slots, n]; lengths int32 [slots]; one or two
     tables int32 [slots, width]."""
     check_contiguous(packed, tokens, lengths, *tables, *parameters)
-    first, last, stops = tables[0], tables[-1], parameters.stop.shape[1]
+    first = tables[0]
+    last = tables[-1]
+    stops = parameters.stop.shape[1]
     if enabled(packed):
         blocks = cdiv(max(most, stops, first.shape[1], last.shape[1]), _BLOCK)
         launch(
@@ -75,8 +77,10 @@ def _admit(
     record = packed + tl.program_id(0) * RECORD
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait(PDL)
-    slot, begin = tl.load(record).to(tl.int64), tl.load(record + 1)
-    stop_ids, size = tl.load(record + 2), tl.load(record + 3)
+    slot = tl.load(record).to(tl.int64)
+    begin = tl.load(record + 1)
+    stop_ids = tl.load(record + 2)
+    size = tl.load(record + 3)
     tl.store(first_table + slot * first_width + lane, 0, lane < first_width)
     tl.store(last_table + slot * last_width + lane, 0, lane < last_width)
     tl.store(stop + slot * STOPS + lane, tl.load(packed + begin + lane, lane < stop_ids, -1), lane < STOPS)

@@ -55,7 +55,8 @@ def _norm_axial_rope(
 ):  # fmt: skip
     trigger(PDL)
     QUARTER: constexpr = D // 4
-    row, dim = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, BLOCK)
     live = (row < count)[:, None] & (dim < D)[None, :]
     offset = row.to(tl.int64)[:, None] * D
     wait(PDL)

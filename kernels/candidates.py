@@ -118,14 +118,16 @@ def kth_order(orders, count):
 @triton.jit
 def _in_top_k(orders, count):
     key = kth_order(orders, count)
-    over, equal = (orders > key).to(tl.int32), (orders == key).to(tl.int32)
+    over = (orders > key).to(tl.int32)
+    equal = (orders == key).to(tl.int32)
     return (over > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= count - tl.sum(over, 0)))
 
 
 @triton.jit
 def _peaks(logits, slots, integers, floats, capped, cap, peaks, NB: constexpr, N: constexpr, CAP: constexpr, PDL: constexpr):
     trigger(PDL)
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * CTA_BLOCKS + tl.arange(0, CTA_BLOCKS)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * CTA_BLOCKS + tl.arange(0, CTA_BLOCKS)
     wait(PDL)
     slot = tl.load(slots + row).to(tl.int64)
     if _has_small_top_k(integers, floats, slot):
@@ -173,22 +175,27 @@ def _choose_candidates(
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
-    slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int64)
     if _has_small_top_k(integers, floats, slot) & (tl.load(chosen + row * 2 + 1) == 0) & (position >= 0):
         lane = tl.arange(0, WIDTH)
         live = lane < COUNT
         entry = best + (row * COUNT + lane) * 2
-        x, ids = tl.load(entry, live, float("-inf")), tl.load(entry + 1, live, 0.0).to(tl.int32)
+        x = tl.load(entry, live, float("-inf"))
+        ids = tl.load(entry + 1, live, 0.0).to(tl.int32)
         integers += slot * 3
         floats += slot * 3
-        top_k, top_p, min_p = tl.load(integers + 1).to(tl.int32), tl.load(floats + 1), tl.load(floats + 2)
+        top_k = tl.load(integers + 1).to(tl.int32)
+        top_p = tl.load(floats + 1)
+        min_p = tl.load(floats + 2)
         peak = tl.max(x, 0)
         left = _in_top_k(tl.where(live, float_order(x), -2147483648), top_k) & (x > float("-inf"))
         mass = tl.where(left, tl.exp(x - peak), 0.0)
         total = tl.sum(mass, 0)
         left = left & (x >= tl.where(min_p > 0.0, peak + tl.log(tl.maximum(min_p, 1e-38)), float("-inf")))
         noisy = x + gumbel_noise(noise_key(tl.load(integers), position + 1), ids)
-        token, searching = 0, 1
+        token = 0
+        searching = 1
         while searching > 0:
             high = tl.max(tl.where(left, noisy, float("-inf")), 0)
             token = tl.min(tl.where(left & (noisy == high), ids, 2147483647), 0)

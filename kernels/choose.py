@@ -53,7 +53,8 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
     """
     (rows, n), parameters, suppress = logits.shape, batch.parameters, batch.suppress
     if not enabled(logits):  # in one part
-        slots, ahead = batch.slots.long(), batch.positions.long() + 1
+        slots = batch.slots.long()
+        ahead = batch.positions.long() + 1
         nan = logits.isnan().any(-1)
         seeds, _, may_stop = parameters.integers[slots].unbind(1)
         stop = parameters.stop[slots].long().masked_fill((ahead >= may_stop)[:, None], -1)
@@ -155,14 +156,17 @@ def _local_best(
     N: constexpr, PART: constexpr, CAP: constexpr, STOP: constexpr, SUPPRESS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     trigger(PDL)
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     start = part * PART
     end = tl.minimum(start + PART, N)
     wait(PDL)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(positions + row).to(tl.int64) + 1
     integers += slot * 3
-    seed, top_k, may_stop = tl.load(integers), tl.load(integers + 1), tl.load(integers + 2)
+    seed = tl.load(integers)
+    top_k = tl.load(integers + 1)
+    may_stop = tl.load(integers + 2)
     temperature = tl.load(floats + slot * 3)
     drawn = (temperature >= GREEDY) & ((top_k <= 0) | (top_k > SMALL))
     line = logits + row * N
@@ -232,7 +236,9 @@ def _choose(
             word = tl.arange(0, 4 * WIDTH)
             entry = inbox + (word // 4) * rank_stride + row * 4 + word % 4
             live = word < 4 * SIZE
-            missing, polls, deadline = 1, 0, tl.full((), 0, tl.int64)
+            missing = 1
+            polls = 0
+            deadline = tl.full((), 0, tl.int64)
             while (missing > 0) & (deadline >= 0):
                 bits = tl.load(entry, live, 0, volatile=True)
                 missing = tl.max((bits == _EMPTY).to(tl.int32), 0)

@@ -50,7 +50,9 @@ def chunk_inputs(
         )  # fmt: skip
         return
     decodes, planned, *_ = plan_sections(plan, layout)
-    entries, outputs, row = [], [], 0
+    entries = []
+    outputs = []
+    row = 0
     for slot, start, end, first_logit, *_ in planned.tolist():
         entries.append((slot, row, start, end - start))
         row += end - start
@@ -109,17 +111,23 @@ def _chunk_inputs(
 ):  # fmt: skip
     trigger(PDL)
     wait(PDL)
-    decodes, count = tl.load(plan + COUNTS), tl.load(plan + COUNTS + 1)
+    decodes = tl.load(plan + COUNTS)
+    count = tl.load(plan + COUNTS + 1)
     begin = plan + HEADER + ROW * decodes
     first = tl.program_id(0) == 0
-    row, lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    slot, position = row * 0 + padding, row * 0 - 1
-    total, sampled = decodes * 0, decodes * 0
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, BLOCK)
+    slot = row * 0 + padding
+    position = row * 0 - 1
+    total = decodes * 0
+    sampled = decodes * 0
     for offset in range(0, count, BLOCK):
         live = offset + lane < count
         chunk = begin + CHUNK * (offset + lane)
-        its_slot, start = tl.load(chunk, live, 0), tl.load(chunk + 1, live, 0)
-        end, first_logit = tl.load(chunk + 2, live, 0), tl.load(chunk + 3, live, 0)
+        its_slot = tl.load(chunk, live, 0)
+        start = tl.load(chunk + 1, live, 0)
+        end = tl.load(chunk + 2, live, 0)
+        first_logit = tl.load(chunk + 3, live, 0)
         last = total + tl.cumsum(end - start, 0)
         begun = last - (end - start)
         inside = (row[:, None] >= begun[None, :]) & (row[:, None] < last[None, :])
@@ -142,7 +150,9 @@ def _chunk_inputs(
     if first:
         for offset in range(count, list_length, BLOCK):
             pad = offset + lane == count
-            at, start, held = tl.where(pad, total, 0), tl.where(pad, total - prompts, 0), tl.where(pad, prompts - total, 0)
+            at = tl.where(pad, total, 0)
+            start = tl.where(pad, total - prompts, 0)
+            held = tl.where(pad, prompts - total, 0)
             _store_entries(chunks, offset + lane, tl.where(pad, padding, 0), at, start, held, offset + lane < list_length)
         for offset in range(sampled * WIDTH, result_count, BLOCK):
             index = offset + lane
@@ -158,9 +168,14 @@ def _chunk_inputs(
 def _tiles(chunks, count, tiles, tiles_count, tokens, TILES: constexpr, BLOCK: constexpr, PDL: constexpr):
     trigger(PDL)
     wait(PDL)
-    tile, lane = tl.program_id(0) * TILES + tl.arange(0, TILES), tl.arange(0, BLOCK)
-    slot, row, position, size = tile * 0, tile * 0, tile * 0, tile * 0
-    total, longer = count * 0, tile * 0
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    lane = tl.arange(0, BLOCK)
+    slot = tile * 0
+    row = tile * 0
+    position = tile * 0
+    size = tile * 0
+    total = count * 0
+    longer = tile * 0
     for offset in range(0, count, BLOCK):
         live = offset + lane < count
         entry = chunks + 4 * (offset + lane)

@@ -44,7 +44,8 @@ def _best_of_clusters(
     x, table, order, clusters, best, N: constexpr, SIZE: constexpr, LANES: constexpr, COLUMNS: constexpr, PDL: constexpr
 ):
     trigger(PDL)
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     lane = tl.arange(0, LANES)
     live = lane < SIZE
     wait(PDL)

@@ -35,7 +35,8 @@ class DecodeScratch:
     """Tickets are zeroed once and left zero; consecutive launches share it."""
 
     def __init__(self, max_rows: int, heads: int, kv_heads: int, head_dim: int, max_parts: int, device: torch.device) -> None:
-        self.max_rows, self.max_parts = max_rows, max_parts
+        self.max_rows = max_rows
+        self.max_parts = max_parts
         self.tickets = torch.zeros(max_rows * kv_heads * _MOST_VALUES, dtype=torch.int32, device=device)  # splits that are done
         size = max_parts if enabled(self.tickets) else 0
         # Outputs of splits, and their base-2 log-sum-exp.
@@ -48,7 +49,8 @@ _MOST_VALUES = 8
 
 def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
     """Splits along the keys, fitted to an H200 (tests/bench/attention.py). pages: most of a row."""
-    most, heads = min(pages, 33), rows * kv_heads
+    most = min(pages, 33)
+    heads = rows * kv_heads
     # A multiprocessor holds three CTAs: fill all, or two thirds where rows or heads are many.
     if head_dim <= 256:
         fewer = 4 * heads > processors or (group >= 4 and 2 * heads * pages > processors)
@@ -57,7 +59,8 @@ def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: in
 
     def turns(splits: int, held: int) -> float:
         adding = 0.65 * splits if 2 * heads * splits > processors else 0.0
-        ctas, run = heads * min(splits, held), cdiv(held, splits)
+        ctas = heads * min(splits, held)
+        run = cdiv(held, splits)
         return (1.5 * run + 9 if ctas <= processors else cdiv(ctas, 2 * processors) * (2 * run + 10)) + adding
 
     # At 512 it holds one or two; the splits are taken that are never far from the fewest turns.
@@ -121,22 +124,26 @@ def decode_attention(
     bucket    rows that the tile is for, if more
     scales    fp32 [2, kv_heads] of e4m3 pages: factors of stored K and V
     """
-    rows, d = qkv.shape[0], pool.shape[4]
+    rows = qkv.shape[0]
+    d = pool.shape[4]
     assert len(out) == len(page_ids) == len(positions) == rows, (qkv.shape, out.shape)
     assert rows <= scratch.max_rows, (rows, scratch.max_rows)
     assert rows * splits <= scratch.max_parts, (rows, splits, scratch.max_parts)
     heads, (kv_heads, page) = out.shape[1] // d, pool.shape[2:4]
     inputs = (qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm)
     if not enabled(qkv):
-        q, own_rows = qkv.new_empty(rows, heads, d), torch.arange(rows, device=qkv.device)
+        q = qkv.new_empty(rows, heads, d)
+        own_rows = torch.arange(rows, device=qkv.device)
         gathered = positions - first_page(positions, page, window) * page  # counted from the first page of `page_ids`
         qkv_post(qkv, pool, page_ids, own_rows, gathered, cos_sin, q_norm, k_norm, eps, q, scales=scales)
         attend_rows(q, pool, page_ids, positions, window, out.view(q.shape), scales)
         return
-    kv_projections, pairs = (qkv.shape[1] // d - heads) // kv_heads, cos_sin.shape[1] // 2
+    kv_projections = (qkv.shape[1] // d - heads) // kv_heads
+    pairs = cos_sin.shape[1] // 2
     if tile is None:
         turns = cdiv(pages_of(page_ids.shape[1] * page, page, window), splits)
-        ctas, itemsize = max(rows, bucket) * kv_heads * splits, pool.element_size()
+        ctas = max(rows, bucket) * kv_heads * splits
+        itemsize = pool.element_size()
         read = read_pairs(pairs, itemsize) if kv_projections == 1 else 0
         tile = decode_tile(d, page, ctas, turns, itemsize, shared_memory(qkv), read)
     assert scales is None or not tile.pairs, "with scales K is not V times a weight"

@@ -33,7 +33,8 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: M
     """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts, n, m] -> [T, 2 n]: dense's,
     y. dense: from `kernels.launch.on_second_stream`.
     """
-    pair, last = packed_matrix(gate_up), packed_matrix(down)
+    pair = packed_matrix(gate_up)
+    last = packed_matrix(down)
     if not enabled(x):
         total = torch.zeros_like(x, dtype=torch.float32)
         for expert in chosen.unique().tolist():
@@ -45,7 +46,8 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: M
     (rows, n), m, (count, *_), top_k = x.shape, last.columns, last.values.shape, chosen.shape[1]
     up_tile, down_tile = choose(rows * top_k, count, shared_memory(x), last.load)
     tiles, order, position = (chosen[0], None, None) if rows == 1 else _sorted(chosen, count, up_tile.rows)
-    inner, parts = x.new_empty(rows * top_k, m), x.new_empty(rows * top_k, n)
+    inner = x.new_empty(rows * top_k, m)
+    parts = x.new_empty(rows * top_k, n)
     _launch_grouped(up_tile, x, pair, order, tiles, inner, top_k)
     _launch_grouped(down_tile, inner, last, None, tiles, parts, 1)
     return _combined(parts, position, weights, dense)
@@ -53,7 +55,8 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: M
 
 def _combined(parts: Tensor, position: Tensor | None, weights: Tensor, dense: PendingTensor) -> Tensor:
     (rows, top_k), n = weights.shape, parts.shape[1]
-    out, block = parts.new_empty(rows, 2 * n), min(1024, next_power_of_2(n))
+    out = parts.new_empty(rows, 2 * n)
+    block = min(1024, next_power_of_2(n))
     other = dense()
     check_contiguous(other)
     launch(_combine, (rows, cdiv(n, block)), parts, position, weights, other, out, N=n, TOP=top_k, BLOCK=block)
@@ -80,7 +83,8 @@ class AdaptedRows(NamedTuple):
 def adapted_experts(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: Matrix, dense: PendingTensor, adapted: AdaptedRows
 ) -> Tensor:
-    pair, last = packed_matrix(gate_up), packed_matrix(down)
+    pair = packed_matrix(gate_up)
+    last = packed_matrix(down)
     if not enabled(x):
         total = torch.zeros_like(x, dtype=torch.float32)
         for expert in chosen.unique().tolist():
@@ -143,8 +147,10 @@ def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tens
     assignments = chosen.numel()
     order, position = chosen.new_empty((2, assignments), dtype=torch.int32)
     tiles = chosen.new_empty((min(assignments, assignments // rows + count), 3), dtype=torch.int32)
-    width, block = next_power_of_2(count), min(_GROUP_BLOCK, max(1024, next_power_of_2(assignments)))
-    blocks, counts = cdiv(assignments, block), None
+    width = next_power_of_2(count)
+    block = min(_GROUP_BLOCK, max(1024, next_power_of_2(assignments)))
+    blocks = cdiv(assignments, block)
+    counts = None
     if blocks > 1:
         counts = chosen.new_empty((blocks, width), dtype=torch.int32)
         launch(_count, (blocks,), chosen, counts, assignments, EXPERTS=width, BLOCK=block, warps=8)
@@ -187,8 +193,10 @@ def _group(
     expert's tiles; the last expert empties other `slots`. counts: None for one block.
     """
     trigger(PDL)
-    expert, block = tl.program_id(0), tl.program_id(1)
-    index, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
+    expert = tl.program_id(0)
+    block = tl.program_id(1)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    other = tl.arange(0, EXPERTS)
     wait(PDL)
     theirs = tl.load(chosen + index, index < assignments, -1)
     before = tl.zeros([EXPERTS], tl.int32)
@@ -229,10 +237,14 @@ def _grouped(
     lane = tl.arange(0, BK)[None, :]
     wait(PDL)
     if SINGLE:
-        expert, first, end = tl.load(tiles + at_tile).to(tl.int64), at_tile, at_tile + 1
+        expert = tl.load(tiles + at_tile).to(tl.int64)
+        first = at_tile
+        end = at_tile + 1
     else:
         tile = tiles + 3 * at_tile
-        expert, first, end = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+        expert = tl.load(tile).to(tl.int64)
+        first = tl.load(tile + 1)
+        end = tl.load(tile + 2)
     if first == end:
         return
     row = first + tl.arange(0, BM)

@@ -64,7 +64,8 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor) -> T
         tokens[: len(mine)] = mine[:, 0]
         own, of_batch = _filtering(batch, rows)
         sound = chosen[of_batch, 1] == 0
-        own, of_batch = own[sound], of_batch[sound]
+        own = own[sound]
+        of_batch = of_batch[sound]
         ids = torch.arange(vocabulary, device=chosen.device).expand(len(own), -1)
         tokens[own] = filtered(values[own], ids, batch, of_batch)
         return tokens
@@ -146,7 +147,8 @@ def _load_blocks(line, listed, start, count, V: constexpr):
 @triton.jit
 def _mass_from(line, listed, count, key, peak, V: constexpr):
     """Sum of exp(s - peak) over the listed s of order at least `key`, and their number."""
-    mass, members = 0.0, 0
+    mass = 0.0
+    members = 0
     for offset in range(0, count, _TILE):
         _, x = _load_blocks(line, listed, offset, count, V)
         over = float_order(x) >= key
@@ -183,10 +185,13 @@ def _filter(
         token = tl.load(chosen)
         slot = tl.load(slots + row).to(tl.int64)
         if _is_filtered(integers, floats, slot) & (tl.load(chosen + 1) == 0) & (tl.load(positions + row) >= 0):
-            line, list_ = values + own * V, listed + own * NB
+            line = values + own * V
+            list_ = listed + own * NB
             integers += slot * 3
             floats += slot * 3
-            top_k, top_p, min_p = tl.minimum(tl.load(integers + 1), V), tl.load(floats + 1), tl.load(floats + 2)
+            top_k = tl.minimum(tl.load(integers + 1), V)
+            top_p = tl.load(floats + 1)
+            min_p = tl.load(floats + 2)
             block = tl.arange(0, WIDTH)
             highest = tl.load(peaks + own * NB + block, block < NB, float("-inf"))
             peak = tl.max(highest, 0)
@@ -217,7 +222,8 @@ def _filter(
             searching = 1
             while searching > 0:
                 value = tl.load(line + token)
-                before, above = 0.0, 0
+                before = 0.0
+                above = 0
                 for offset in range(0, count, _TILE):
                     ids, x = _load_blocks(line, list_, offset, count, V)
                     over = (x > value) | ((x == value) & (ids < token))
@@ -227,7 +233,8 @@ def _filter(
                 kept = kept & ((top_p >= 1.0) | (before < top_p * kept_mass)) & (value >= floor)
                 searching = tl.where(kept | (above == 0) | (value == float("-inf")), 0, 1)
                 if searching > 0:
-                    best, successor = float("-inf"), token
+                    best = float("-inf")
+                    successor = token
                     for offset in range(0, count, _TILE):
                         ids, x = _load_blocks(line, list_, offset, count, V)
                         over = (x > value) | ((x == value) & (ids < token))
@@ -245,6 +252,8 @@ def _write_tokens(drawn, slots, positions, tokens, tokens_width, chosen, PDL: co
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
-    token, position, slot = tl.load(drawn + row), tl.load(positions + row), tl.load(slots + row).to(tl.int64)
+    token = tl.load(drawn + row)
+    position = tl.load(positions + row)
+    slot = tl.load(slots + row).to(tl.int64)
     tl.store(chosen + row * 2, token)
     tl.store(tokens + slot * tokens_width + position + 1, token, position >= 0)

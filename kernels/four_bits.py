@@ -122,7 +122,8 @@ def _by_half(x, GROUP: constexpr):
     """Values of groups [n, g] -> [n, w] for words' pairs 0 and 1, for pairs 2 and 3."""
     if GROUP < 64:
         first, second = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-        first, second = _spread(first, 8), _spread(second, 8)
+        first = _spread(first, 8)
+        second = _spread(second, 8)
     else:
         first = _spread(x, GROUP // 8)
         second = first
@@ -163,7 +164,9 @@ def load_words(weight, scale, zero, row, k, K: constexpr, GROUP: constexpr, BK: 
 @triton.jit
 def pair_tile(loaded, PLACE: constexpr, DTYPE: constexpr):
     """Pair PLACE of `load_words`' words [n, w] -> values [n, 2 w] of DTYPE, ordered as `run_columns`."""
-    words, factor, offset = loaded[0], loaded[1 + PLACE // 2], loaded[3 + PLACE // 2]
+    words = loaded[0]
+    factor = loaded[1 + PLACE // 2]
+    offset = loaded[3 + PLACE // 2]
     bits = _pair(words, PLACE)
     if factor.dtype == tl.float32:
         tile = cast(tl.join((_low(bits) - offset) * factor, (_high(bits) - offset) * factor), DTYPE)

@@ -46,9 +46,12 @@ class Inbox:
     """One rank's end of `memories`, writable by all ranks."""
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, dtype: torch.dtype) -> None:
-        self.rank, self.size, self.rows = rank, len(memories), rows
+        self.rank = rank
+        self.size = len(memories)
+        self.rows = rows
         # In words of `dtype`; an empty word is a sign bit alone.
-        self.inbox, self.nothing = memories[rank].view(dtype), torch.iinfo(dtype).min
+        self.inbox = memories[rank].view(dtype)
+        self.nothing = torch.iinfo(dtype).min
         self.pointers = torch.tensor([memory.data_ptr() for memory in memories], device=self.inbox.device)
         self.inbox.fill_(self.nothing)
 
@@ -114,10 +117,13 @@ def fused_allreduce_norm(
     With `peers`, part is this rank's; otherwise the whole sum, perhaps as [parts, T, n] (`kernels.linear.linear_parts`). residual
     [T, n]; None: h = s * scale. If rows are sharded, h has only this rank's, and the next fused norm must get it.
     """
-    buffer, stages = 0, _ONE_SHOT
+    buffer = 0
+    stages = _ONE_SHOT
     if isinstance(part, InboxPart):
         assert residual is not None, "the first fused norm's part is an embedding"
-        peers, buffer, stages = part.peers, part.buffer, (False, True)
+        peers = part.peers
+        buffer = part.buffer
+        stages = (False, True)
         part = residual  # not read: what its product has sent is
     elif not enabled(part):
         assert peers is None, "on this device sums are made by a collective"
@@ -162,9 +168,12 @@ def _launch(
     group = (None, None, None, 0) if peers is None else (peers.pointers, peers.inbox, peers.errors, peers.rank)
     halves: tuple[Tensor | None, ...] = norms.halves or (None, None)
     outs: tuple[Tensor | None, ...] = (x.values, x.scale) if isinstance(x, PackedRows) else (x, None)
-    kernel, own = _allreduce_norm, {"RECEIVE": stages[1], "PARTS": part.shape[0] if part.ndim == 3 else 1}
+    kernel = _allreduce_norm
+    own = {"RECEIVE": stages[1], "PARTS": part.shape[0] if part.ndim == 3 else 1}
     if len(stages) == len(_SHARDED):
-        kernel, own, halves = _allreduce_norm_sharded, {"NORM": stages[1], "RECEIVE": stages[2]}, ()
+        kernel = _allreduce_norm_sharded
+        own = {"NORM": stages[1], "RECEIVE": stages[2]}
+        halves = ()
         outs = outs[:1]
     launch(
         kernel, (rows,), part, residual, norms.post, *halves, norms.next_norm, scalar, h, *outs, *group, buffer, eps, scale,
@@ -260,7 +269,9 @@ def _missing(parts, COUNT: constexpr, EMPTY: constexpr):
 def _receive(inbox, offset, lane, live, errors, STRIDE: constexpr, COUNT: constexpr, EMPTY: constexpr):
     """Waits for COUNT parts of a row, and empties the inbox."""
     parts = _parts(inbox, offset, lane, live, STRIDE, COUNT)
-    missing, polls, deadline = _missing(parts, COUNT, EMPTY), 0, tl.full((), 0, tl.int64)
+    missing = _missing(parts, COUNT, EMPTY)
+    polls = 0
+    deadline = tl.full((), 0, tl.int64)
     while (missing > 0) & (deadline >= 0):
         parts = _parts(inbox, offset, lane, live, STRIDE, COUNT)
         missing = _missing(parts, COUNT, EMPTY)
@@ -279,7 +290,8 @@ def _sum(parts, COUNT: constexpr, dtype: constexpr):
         for rank in tl.static_range(1, COUNT):
             total += parts[rank].to(tl.float32, bitcast=True)
     else:  # of each word's two values a half is the upper half of an fp32
-        low, high = (parts[0] << 16).to(tl.float32, bitcast=True), (parts[0] & -65536).to(tl.float32, bitcast=True)
+        low = (parts[0] << 16).to(tl.float32, bitcast=True)
+        high = (parts[0] & -65536).to(tl.float32, bitcast=True)
         for rank in tl.static_range(1, COUNT):
             low += (parts[rank] << 16).to(tl.float32, bitcast=True)
             high += (parts[rank] & -65536).to(tl.float32, bitcast=True)

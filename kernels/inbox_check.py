@@ -56,8 +56,10 @@ def _allreduce_norms(draw: RandomInputs, group: AllReduceInbox, rows: int, n: in
 
 
 def _sent_product(draw: RandomInputs, group: AllReduceInbox, rows: int, n: int) -> Outputs:
-    xs, weight = draw.floats(group.size, rows, _INPUTS), draw.floats(n, _INPUTS, scale=_INPUTS**-0.5)
-    norms, residual = Norms(draw.floats(n), draw.floats(n)), draw.floats(rows, n)
+    xs = draw.floats(group.size, rows, _INPUTS)
+    weight = draw.floats(n, _INPUTS, scale=_INPUTS**-0.5)
+    norms = Norms(draw.floats(n), draw.floats(n))
+    residual = draw.floats(rows, n)
     if not enabled(xs):
         return fused_allreduce_norm(_sum([linear(x, weight) for x in xs]), residual, norms, _EPS)
     own = xs[group.rank].contiguous()
@@ -68,9 +70,12 @@ def _sent_product(draw: RandomInputs, group: AllReduceInbox, rows: int, n: int) 
 def _choices(draw: RandomInputs, group: ArgmaxInbox) -> Outputs:
     logits, batch = sampled_rows(draw, group.size * _SHARE)
     logits[3, -1] = torch.nan
-    rows, first, inbox = min(4, group.rows), 0, None
+    rows = min(4, group.rows)
+    first = 0
+    inbox = None
     if enabled(logits):
-        first, inbox = group.rank * _SHARE, group
+        first = group.rank * _SHARE
+        inbox = group
         logits = logits[:, first : first + _SHARE]
     batch = replace(batch, slots=batch.slots[:rows], positions=batch.positions[:rows])
     results = draw.filled(9, rows, 2)

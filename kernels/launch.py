@@ -170,7 +170,9 @@ def recorded(recorder: Callable[..., None], target: tuple[int, int] | None, proc
     GPU.
     """
     assert _launcher.recorder is None, "a recorder is active"
-    _launcher.recorder, _launcher.target, _launcher.processors = recorder, target, processors
+    _launcher.recorder = recorder
+    _launcher.target = target
+    _launcher.processors = processors
     try:
         yield
     finally:

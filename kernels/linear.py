@@ -43,7 +43,8 @@ class Epilogue(NamedTuple):
     dtype: torch.dtype | None = None  # of the result; None: x's
 
 
-NONE, GEGLU = Epilogue(), Epilogue(gated=True)
+NONE = Epilogue()
+GEGLU = Epilogue(gated=True)
 FP32 = Epilogue(dtype=torch.float32)  # the product is not rounded to x's dtype: bf16 logits would tie in one row of fourteen
 
 
@@ -140,15 +141,22 @@ def _run(
     sent: InboxPart | None = None,
     added: LowRank | None = None,
 ) -> Tensor:
-    up, k = epilogue.up, x.shape[1]
+    up = epilogue.up
+    k = x.shape[1]
     assert up is None or up.stride(1) == 1, up.stride()
     m = weight.rows // (1 + epilogue.gated)
-    pointers, rank, buffer, inboxes = None, 0, 0, {"SIZE": 0, "INBOX_ROWS": 0, "WIDTH": m, "EMPTY": 0}
+    pointers = None
+    rank = 0
+    buffer = 0
+    inboxes = {"SIZE": 0, "INBOX_ROWS": 0, "WIDTH": m, "EMPTY": 0}
     if sent is not None:
-        peers, buffer = sent.peers, sent.buffer
-        pointers, rank = peers.pointers, peers.rank
+        peers = sent.peers
+        buffer = sent.buffer
+        pointers = peers.pointers
+        rank = peers.rank
         inboxes = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": peers.nothing}
-    blocks, columns = cdiv(len(x), tile.rows), cdiv(m, tile.bn)
+    blocks = cdiv(len(x), tile.rows)
+    columns = cdiv(m, tile.bn)
     values, x_scale = operands(x, weight)
     constexprs = {
         "M": m, "K": k, "ROWS": tile.rows, "BN": tile.bn, "BK": tile.bk, "warps": tile.warps, "stages": tile.stages,
@@ -283,7 +291,8 @@ def _gemm(
         block = tl.program_id(2) * ROWS
         T -= block
         x += block.to(tl.int64) * K
-    xs, live = x + first + row[:, None] * K, row[:, None] < T
+    xs = x + first + row[:, None] * K
+    live = row[:, None] < T
     offset = tl.arange(0, BK)[None, :]
     total = tl.zeros([BN, ROWS] if SWAP else [ROWS, BN], tl.float32)
     second = total

@@ -62,7 +62,8 @@ def dot(a, b):
 def add_product(x, weight, total, SWAP: tl.constexpr):
     """total [m, n] + x [m, k] weight [n, k]^T; with SWAP total is transposed."""
     if INTERPRET:
-        x, weight = x.to(tl.float32), weight.to(tl.float32)
+        x = x.to(tl.float32)
+        weight = weight.to(tl.float32)
     if SWAP:
         total = tl.dot(weight, x.T, total, input_precision="ieee")
     else:

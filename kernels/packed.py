@@ -137,7 +137,8 @@ def pack_rows(x: Activations) -> PackedRows:
     if not enabled(x):
         scale = (x.float().abs().amax(1) / LARGEST).clamp_min(_LEAST_SCALE)
         return PackedRows((x.float() / scale[:, None]).to(E4M3), scale, x.dtype)
-    out, block = PackedRows.empty(x), next_power_of_2(x.shape[1])
+    out = PackedRows.empty(x)
+    block = next_power_of_2(x.shape[1])
     launch(_scale_rows, (len(x),), x, out.values, out.scale, N=x.shape[1], BLOCK=block, warps=scale_warps(block))
     return out
 

@@ -67,14 +67,17 @@ def pages_of(bound: int, page: int, window: int | None) -> int:
 
 
 def _row_blocks(bounds: Sequence[int], pool: Tensor, window: int | None) -> Iterator[tuple[slice, int]]:
-    page, held = pool.shape[3], _GATHERED // pool[0, 0].numel()
+    page = pool.shape[3]
+    held = _GATHERED // pool[0, 0].numel()
     first = 0
     while first < len(bounds):
-        last, pages = first, 0
+        last = first
+        pages = 0
         while last < len(bounds):
             wider = max(pages, pages_of(bounds[last], page, window))
             if last > first and wider * (last + 1 - first) > held:
                 break
-            last, pages = last + 1, wider
+            last = last + 1
+            pages = wider
         yield slice(first, last), pages
         first = last

@@ -40,7 +40,8 @@ def _per_layer(
 ):  # fmt: skip
     trigger(PDL)
     DTYPE: constexpr = out.dtype.element_ty
-    layer, lane = tl.program_id(1) * HELD + tl.arange(0, HELD), tl.arange(0, WIDTH)
+    layer = tl.program_id(1) * HELD + tl.arange(0, HELD)
+    lane = tl.arange(0, WIDTH)
     live = (layer < LAYERS)[:, None] & (lane < N)[None, :]
     offset = (tl.program_id(0).to(tl.int64) * LAYERS + layer[:, None]) * N + lane[None, :]
     weight = tl.load(norm + lane, lane < N, 0.0).to(tl.float32)[None, :]

@@ -57,7 +57,8 @@ def precompile(launch: ListedLaunch, target: tuple[int, int]) -> Any:
     """Triton's compiled kernel for compute capability `target`; memory counts as 16-byte aligned,
     as torch allocates it."""
     major, minor = target
-    gpu, function = GPUTarget("cuda", 10 * major + minor, 32), launch.function
+    gpu = GPUTarget("cuda", 10 * major + minor, 32)
+    function = launch.function
     options = compiler_options(launch.constexprs)
     values = {name: value for name, (_, value) in zip(function.arg_names, launch.specialization, strict=True)}
     _, *source = function._pack_args(make_backend(gpu), options, values, launch.specialization, options)

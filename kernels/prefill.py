@@ -58,7 +58,8 @@ def extend_attention(
         return
     check_contiguous(q, pool, table, tiles, out)
     kv_heads, page, d = pool.shape[2:]
-    heads, values = q.shape[1], min(d, _VALUES)
+    heads = q.shape[1]
+    values = min(d, _VALUES)
     group = heads // kv_heads
     tile_rows, tile_keys = _tile_sizes(d, values, q.element_size(), pool.element_size(), shared_memory(q))
     tokens = max(1, tile_rows // group)
@@ -79,9 +80,11 @@ def paged_prefill(
     """
     n, heads, _ = q.shape
     assert start + n <= pages.shape[0] * pool.shape[3], (start, n, pages.shape)
-    page, positions = pool.shape[3], torch.arange(start, start + n, device=q.device)[None]
+    page = pool.shape[3]
+    positions = torch.arange(start, start + n, device=q.device)[None]
     seen = positions if last_seen is None else last_seen[None].maximum(positions)
-    out, block = torch.empty_like(q), max(1, _SCORES // (heads * (start + n)))
+    out = torch.empty_like(q)
+    block = max(1, _SCORES // (heads * (start + n)))
     for begin in range(0, n, block):
         part = slice(begin, begin + block)
         first = first_page(positions[:, begin], page, window)
@@ -112,13 +115,17 @@ def _extend(
     """
     trigger(PDL)
     GROUP: constexpr = HEADS // KV_HEADS
-    tile, head = tl.program_id(1), tl.program_id(2)
-    dims, columns = tl.arange(0, D), tl.program_id(0) % (D // VALUES) * VALUES + tl.arange(0, VALUES)
+    tile = tl.program_id(1)
+    head = tl.program_id(2)
+    dims = tl.arange(0, D)
+    columns = tl.program_id(0) % (D // VALUES) * VALUES + tl.arange(0, VALUES)
     token = tl.arange(0, ROWS) // GROUP
     wait(PDL)
     done = tl.program_id(0) // (D // VALUES) * TOKENS
-    slot, row = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1) + done
-    start, count = tl.load(tiles + 4 * tile + 2) + done, tl.minimum(tl.load(tiles + 4 * tile + 3) - done, TOKENS)
+    slot = tl.load(tiles + 4 * tile)
+    row = tl.load(tiles + 4 * tile + 1) + done
+    start = tl.load(tiles + 4 * tile + 2) + done
+    count = tl.minimum(tl.load(tiles + 4 * tile + 3) - done, TOKENS)
     if count <= 0:
         return
     offset = ((row + token).to(tl.int64) * HEADS + head * GROUP + tl.arange(0, ROWS) % GROUP)[:, None] * D
@@ -144,7 +151,8 @@ def _extend(
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUES], tl.float32)
-    state, seen = (row_max, row_sum, acc), (columns, positions, newest, oldest, end)
+    state = (row_max, row_sum, acc)
+    seen = (columns, positions, newest, oldest, end)
     state = _walk(queries, side, ids, width, first, left, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, True)
     state = _walk(queries, side, ids, width, left, right, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, False)
     state = _walk(queries, side, ids, width, right, end, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, True)

@@ -26,9 +26,13 @@ def inverse_frequencies(theta: float, pairs: int, head_dim: int, factor: float =
 
 def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """x [T, heads, d], weight [d], cos and sin fp32 [T, pairs], pairs <= d/2 -> [T, heads, d]."""
-    half, pairs, rotated = x.shape[-1] // 2, cos.shape[1], rms_norm(x, weight, eps, torch.float32)
-    cos, sin = cos[:, None], sin[:, None]
-    first, second = rotated[..., :pairs].clone(), rotated[..., half : half + pairs].clone()
+    half = x.shape[-1] // 2
+    pairs = cos.shape[1]
+    rotated = rms_norm(x, weight, eps, torch.float32)
+    cos = cos[:, None]
+    sin = sin[:, None]
+    first = rotated[..., :pairs].clone()
+    second = rotated[..., half : half + pairs].clone()
     rotated[..., :pairs], rotated[..., half : half + pairs] = first * cos - second * sin, second * cos + first * sin
     return rotated.to(dtype or x.dtype)
 
@@ -50,7 +54,8 @@ def by_head(scale: Tensor, heads: int) -> Tensor:
 def store_kv(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
     """k and v [T, kv_heads, d] to `offsets` int [T] of `pages` int [T], in int64: a pool exceeds
     2^31 elements."""
-    pages, offsets = pages.long(), offsets.long()
+    pages = pages.long()
+    offsets = offsets.long()
     pool[pages, 0, :, offsets] = k
     pool[pages, 1, :, offsets] = v
 
@@ -99,7 +104,10 @@ def qkv_post(
         v = rms_norm(kv[-1], v_norm, eps, torch.float32).to(pool.dtype)
         live = positions >= 0
         if not live.all():
-            slots, positions, k, v = slots[live], positions[live], k[live], v[live]
+            slots = slots[live]
+            positions = positions[live]
+            k = k[live]
+            v = v[live]
         store_kv(pool, table[slots, positions // page], positions % page, k, v)
         return
     assert scales is None or not fold, "with scales K is not V times a weight"
@@ -120,7 +128,8 @@ def _post(
 ):  # fmt: skip
     """It triggers after its wait, so the next kernel may read earlier writes at once (`kernels.verify`)."""
     GROUP: constexpr = HEADS // KV_HEADS
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     HALF: constexpr = D // 2
     rows = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
     half = rows * 0 + tl.arange(0, HALF)[None, :]
@@ -159,7 +168,8 @@ def append_kv(raw, v_offset, cos_sin, k_norm, line, used, KEPT: constexpr, eps, 
     own = tl.arange(0, HALF)[None, :]
     used &= own < HALF
     cos, sin = rope_angles(cos_sin, own, used, PAIRS)
-    k, k_weight = load_halves(raw + own, used, 0.0, HALF), load_halves(k_norm + own, used, 1.0, HALF)
+    k = load_halves(raw + own, used, 0.0, HALF)
+    k_weight = load_halves(k_norm + own, used, 1.0, HALF)
     v = load_halves(raw + v_offset + own, used, 0.0, HALF)
     low, high = norm_and_rope(*k, *k_weight, cos, sin, norm_scale(*k, eps, D) / k_scale)
     tl.store(line + own, cast(low, line.dtype.element_ty), used)
@@ -172,9 +182,11 @@ def append_kv(raw, v_offset, cos_sin, k_norm, line, used, KEPT: constexpr, eps, 
 @triton.jit
 def scales_of(scales, head, KV_HEADS: constexpr):
     if scales is None:
-        k, v = 1.0, 1.0
+        k = 1.0
+        v = 1.0
     else:
-        k, v = tl.load(scales + head), tl.load(scales + KV_HEADS + head)
+        k = tl.load(scales + head)
+        v = tl.load(scales + KV_HEADS + head)
     return k, v
 
 
@@ -193,7 +205,8 @@ def rope_angles(cos_sin, half, live, PAIRS: constexpr):
 
 @triton.jit
 def norm_and_rope(low, high, weight_low, weight_high, cos, sin, scale):
-    low, high = low * scale * weight_low, high * scale * weight_high
+    low = low * scale * weight_low
+    high = high * scale * weight_high
     return low * cos - high * sin, high * cos + low * sin
 
 

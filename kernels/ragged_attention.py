@@ -49,22 +49,28 @@ def _attend(
 ):  # fmt: skip
     """128 registers a thread let two programs fit an SM."""
     trigger(PDL)
-    picture, head = tl.program_id(2), tl.program_id(1)
+    picture = tl.program_id(2)
+    head = tl.program_id(1)
     wait(PDL)
-    begin, end = tl.load(starts + picture), tl.load(starts + picture + 1)
+    begin = tl.load(starts + picture)
+    end = tl.load(starts + picture + 1)
     first = begin + tl.program_id(0) * ROWS
     if first >= end:
         return
-    dims, rest = tl.arange(0, D - REST), D - REST + tl.arange(0, REST or 8)
+    dims = tl.arange(0, D - REST)
+    rest = D - REST + tl.arange(0, REST or 8)
     summed = D - REST + tl.arange(0, 16)  # a product sums 16 columns at least: after a rest of 8 are zeros
     inside = (summed < D)[None, :]
-    origin, offset = (first * HEADS + head) * D, tl.arange(0, ROWS)[:, None] * (HEADS * D)
+    origin = (first * HEADS + head) * D
+    offset = tl.arange(0, ROWS)[:, None] * (HEADS * D)
     live = (tl.arange(0, ROWS) < end - first)[:, None]
     queries = _columns(q + origin, offset, dims, live)
     if REST:
         rest_queries = _columns(q + origin, offset, summed, live & inside)
-    row_max, row_sum = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
-    acc, rest_acc = tl.zeros([ROWS, D - REST], tl.float32), tl.zeros([ROWS, REST or 8], tl.float32)
+    row_max = tl.full([ROWS], -1e30, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D - REST], tl.float32)
+    rest_acc = tl.zeros([ROWS, REST or 8], tl.float32)
     last = begin + (end - begin) // KEYS * KEYS
     # Turns without a mask, then one with it. Triton 3.6 gets heads of 72 wrong where that one is in an `if`, and where it has no
     # pipeline while 16 columns of v are multiplied.

@@ -26,7 +26,8 @@ def router_parts(proj: Tensor, scale: Tensor) -> Tensor:
     """proj fp32 [experts, n], scale fp32 [n] -> bf16 [3, experts, n]: parts that sum to every bit of fp32; bf16 x bf16 is exact
     in fp32.
     """
-    left, parts = proj * scale * proj.shape[1] ** -0.5, []
+    left = proj * scale * proj.shape[1] ** -0.5
+    parts = []
     for _ in range(3):
         parts.append(left.bfloat16())
         left = left - parts[-1]
@@ -39,19 +40,22 @@ def router_logits(h: Tensor, parts: Tensor, norm: Tensor, eps: float) -> tuple[T
         return rms_norm(h, None, eps, torch.float32) @ parts.float().sum(0).t(), rms_norm(h, norm, eps)
     (rows, n), experts = h.shape, parts.shape[1]
     check_contiguous(h, parts)
-    logits, x = h.new_empty((rows, experts), dtype=torch.float32), torch.empty_like(h)
+    logits = h.new_empty((rows, experts), dtype=torch.float32)
+    x = torch.empty_like(h)
     args = (h, parts, norm, logits, x, rows, eps)
     sizes = {"N": n, "EXPERTS": experts, "BLOCK": next_power_of_2(n)}
     if rows > _MANY:
         held, width, turn, warps, stages = _TILES[rows > 4096]
-        groups, shares = cdiv(rows, held), cdiv(experts, width)
+        groups = cdiv(rows, held)
+        shares = cdiv(experts, width)
         launch(
             _many_logits, (groups * shares + rows,), *args,
             **sizes, SHARES=shares, ROWS=held, WIDTH=width, TURN=turn, warps=warps, stages=stages,
         )  # fmt: skip
         return logits, x
     width = 2 if rows <= _ROWS else 4  # experts of a CTA
-    shares, group_rows = cdiv(experts, width), min(_ROWS, next_power_of_2(rows))
+    shares = cdiv(experts, width)
+    group_rows = min(_ROWS, next_power_of_2(rows))
     launch(
         _logits, (shares + group_rows, cdiv(rows, group_rows)), *args,
         **sizes, SHARES=shares, ROWS=group_rows, WIDTH=width, warps=8,
@@ -94,7 +98,8 @@ def _logits(
     N: constexpr, EXPERTS: constexpr, SHARES: constexpr, ROWS: constexpr, WIDTH: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     trigger(PDL)
-    share, first = tl.program_id(0), tl.program_id(1) * ROWS
+    share = tl.program_id(0)
+    first = tl.program_id(1) * ROWS
     lane = tl.arange(0, BLOCK)
     live = lane < N
     if share < SHARES:
@@ -161,7 +166,8 @@ def _route(
     """Softmax over all, renormalised, is softmax over the best."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
-    lane, slot = tl.arange(0, WIDTH), tl.arange(0, SLOTS)
+    lane = tl.arange(0, WIDTH)
+    slot = tl.arange(0, SLOTS)
     wait(PDL)
     x = tl.load(logits + row * EXPERTS + lane, lane < EXPERTS, float("-inf"))
     spoilt = tl.max((x != x).to(tl.int32), 0) > 0

@@ -19,7 +19,8 @@ from triton.language import constexpr
 
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K
 
-GREEDY, SMALL = constexpr(GREEDY_BELOW), constexpr(SMALL_TOP_K)
+GREEDY = constexpr(GREEDY_BELOW)
+SMALL = constexpr(SMALL_TOP_K)
 _LOW = 0xFFFFFFFF
 _HIGHEST = 1.0 - 2.0**-24  # largest fp32 below one: keeps the noise finite
 

@@ -130,7 +130,8 @@ def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
     tables = [draw.rising(5, 6), draw.rising(5, 5)]
     tokens = draw.rising(5, 90)
     lengths = draw.ints(40, 7, 47, 0, 0)
-    padding, prompts = 4, 40
+    padding = 4
+    prompts = 40
     rows = StepRows(*(draw.filled(-7, prompts + 3 * width) for _ in range(3)))
     ids, positions, slots = (column[prompts:] for column in rows)
     apply_plan(plan, layout, tables, lengths)
@@ -138,7 +139,8 @@ def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
     chunks = draw.filled(9, 5, 4)
     results = ResultInputs(draw.filled(9, 10).long(), *draw.filled(9, 2, 10))
     chunk_inputs(plan, layout, tokens, padding, rows, prompts, chunks, results, width)
-    pages, angles = draw.filled(-7, 3, 4), draw.fp32(3 * width, 10)
+    pages = draw.filled(-7, 3, 4)
+    angles = draw.fp32(3 * width, 10)
     gather_pages(tables[0], slots, positions, _PAGE, 20, pages)
     rotary_table(positions, draw.rising(5) / 10, angles)
     copies, keys = draw.filled(7, 3, 16), draw.ints(9, 9, 9)  # for other libraries
@@ -158,7 +160,8 @@ def _admissions(draw: RandomInputs) -> Outputs:
 
 
 def _products(draw: RandomInputs, rows: int) -> Outputs:
-    x, weight = draw.floats(rows, 264), draw.floats(2 * 19, 264, scale=264**-0.5)
+    x = draw.floats(rows, 264)
+    weight = draw.floats(2 * 19, 264, scale=264**-0.5)
     gated = linear(x, weight, gelu_times(draw.floats(rows, 2, 38)[:, 1]))
     return linear(x, weight), linear(x, weight, FP32), linear(x, weight, GEGLU), gated
 
@@ -172,13 +175,17 @@ def _unpacked(rows: PackedRows) -> Tensor:
 
 
 def _fp8_products(draw: RandomInputs, rows: int) -> Outputs:
-    x, weight = draw.floats(rows, 264), fp8_matrix(draw.floats(2 * 19, 264, scale=264**-0.5))
+    x = draw.floats(rows, 264)
+    weight = fp8_matrix(draw.floats(2 * 19, 264, scale=264**-0.5))
     return (linear(x, weight), _unpacked(pack_rows(x))) if _has_fp8(x) else ()
 
 
 def _int4_products(draw: RandomInputs, rows: int, group: int, zeros: bool) -> Outputs:
-    x, m, groups = draw.floats(rows, 320), 2 * 24, 320 // group
-    words, zero = 40503 * draw.rising(m, 40), 30011 * draw.rising(m // 8, groups)
+    x = draw.floats(rows, 320)
+    m = 2 * 24
+    groups = 320 // group
+    words = 40503 * draw.rising(m, 40)
+    zero = 30011 * draw.rising(m // 8, groups)
     weight = PackedMatrix(words, draw.floats(m, groups, scale=0.01), "int4", zero if zeros else None)
     return linear(x, weight), linear(x, weight, GEGLU), unpacked(weight)
 
@@ -190,7 +197,8 @@ def _packed_gate(draw: RandomInputs) -> Outputs:
 
 def _packed_norm(draw: RandomInputs) -> Outputs:
     """Compares the scales of x: a rounding to bf16 may move a value to the next e4m3."""
-    x, norms = draw.floats(3, 72), Norms(draw.floats(72), draw.floats(72), packs=True)
+    x = draw.floats(3, 72)
+    norms = Norms(draw.floats(72), draw.floats(72), packs=True)
     if not _has_fp8(x):
         return ()
     h, normed = fused_allreduce_norm(x, draw.floats(3, 72), norms, _EPS)
@@ -207,24 +215,31 @@ def _allreduce_norm(draw: RandomInputs) -> Outputs:
 
 
 def _own_rows(draw: RandomInputs) -> Outputs:
-    n, norms = 72, Norms(draw.floats(72), draw.floats(72))
+    n = 72
+    norms = Norms(draw.floats(72), draw.floats(72))
     own = draw.floats(4, n)
     others = draw.floats(2, 5, n)[:, 1:]
     residual = draw.floats(4, n)
-    h, x = torch.empty_like(residual), torch.empty_like(residual)
+    h = torch.empty_like(residual)
+    x = torch.empty_like(residual)
     sum_norm(own, others, 1, residual, norms, _EPS, draw.floats(1), h, x)
     return h, x
 
 
 def _qkv_post(draw: RandomInputs, e4m3: bool = False) -> Outputs:
-    heads, kv_heads, d, pairs = 4, 2, 32, 5
-    pool, q = draw.pool(5, kv_heads, d) * math.nan, draw.floats(4, heads, d)
+    heads = 4
+    kv_heads = 2
+    d = 32
+    pairs = 5
+    pool = draw.pool(5, kv_heads, d) * math.nan
+    q = draw.floats(4, heads, d)
     if e4m3 and not _has_fp8(pool):
         return ()
     if e4m3:
         pool = pool.to(E4M3)
     rows = draw.ints(3, 1, 4, 2).view(2, 2), draw.ints(0, 1, 0, 1), draw.ints(17, 15, -1, 31)
-    raw, cos_sin = draw.floats(4, (heads + 2 * kv_heads) * d), draw.fp32(4, 2 * pairs)
+    raw = draw.floats(4, (heads + 2 * kv_heads) * d)
+    cos_sin = draw.fp32(4, 2 * pairs)
     qkv_post(raw, pool, *rows, cos_sin, draw.floats(d), draw.floats(d), _EPS, q)
     return q, pool
 
@@ -243,12 +258,17 @@ def _decode(
     draw: RandomInputs, heads: int, kv_heads: int, d: int, kv_projections: int, window: int | None, e4m3: bool = False
 ) -> Outputs:
     """Rows over several splits, one of a single key, and padding; ids after a row's page are outside the pool."""
-    rows, splits, pages, pairs = 3, 3, 8, 32
-    pool, out = draw.pool(1 + 2 * pages, kv_heads, d), draw.floats(rows, heads * d)
+    rows = 3
+    splits = 3
+    pages = 8
+    pairs = 32
+    pool = draw.pool(1 + 2 * pages, kv_heads, d)
+    out = draw.floats(rows, heads * d)
     ids = 1 + draw.rising(rows, pages) % (2 * pages)
     ids[1, 1:] = _NO_PAGE
     scratch = DecodeScratch(rows, heads, kv_heads, d, rows * splits, draw.device)
-    raw, cos_sin = draw.floats(rows, (heads + kv_projections * kv_heads) * d), draw.fp32(rows, 2 * pairs)
+    raw = draw.floats(rows, (heads + kv_projections * kv_heads) * d)
+    cos_sin = draw.fp32(rows, 2 * pairs)
     q_norm, k_norm = draw.floats(2, d, scale=d**-0.25)
     if kv_projections == 1:
         pool[:, 0] = replace_unturned(pool[:, 0], pool[:, 1] * k_norm, pairs)
@@ -262,7 +282,9 @@ def _decode(
 
 
 def _verify(draw: RandomInputs, d: int, pairs: int, e4m3: bool = False) -> Outputs:
-    heads, q_len, splits = d // 64, 4, 3
+    heads = d // 64
+    q_len = 4
+    splits = 3
     pool = draw.pool(9, 1, d)
     if e4m3 and not _has_fp8(pool):
         return ()
@@ -287,7 +309,8 @@ def _verify(draw: RandomInputs, d: int, pairs: int, e4m3: bool = False) -> Outpu
 def _extend(
     draw: RandomInputs, heads: int, kv_heads: int, d: int, window: int | None, image: bool = False, e4m3: bool = False
 ) -> Outputs:
-    pool, out = draw.pool(17, kv_heads, d), draw.floats(60, heads, d)
+    pool = draw.pool(17, kv_heads, d)
+    out = draw.floats(60, heads, d)
     if e4m3 and not _has_fp8(pool):
         return ()
     if e4m3:
@@ -295,7 +318,8 @@ def _extend(
     chunks = draw.ints(0, 2, 0, 33, 1, 40, 83, 20, 1, 35, -5, 5).view(3, 4)
     tiles = extend_tiles(chunks, tile_tokens(heads, kv_heads), 60)
     last_seen = draw.ints(*[0] * 3, *[32] * 32, *[-1] * 5, *range(83, 90), *[99] * 10, 100, 101, 102) if image else None
-    q, table = draw.floats(60, heads, d, scale=d**-0.25), 1 + draw.rising(2, 8)
+    q = draw.floats(60, heads, d, scale=d**-0.25)
+    table = 1 + draw.rising(2, 8)
     if e4m3:
         q = q.half()
     extend_attention(q, pool, table, tiles, window, out, last_seen=last_seen)
@@ -349,7 +373,8 @@ def _adjust(draw: RandomInputs, width: int) -> Outputs:
     history = draw.rising(12).repeat(4, 1)
     capped = adjust(logits, replace(batch, tokens=history, adjustments=tables, plan=draw.ints(9), width=width), 0, 2).capped
     first = slice(0, None, width)  # of each slot
-    slots, positions = batch.slots[first].contiguous(), batch.positions[first].contiguous()
+    slots = batch.slots[first].contiguous()
+    positions = batch.positions[first].contiguous()
     count_accepted(tables, slots, positions, history[first, 6:9].contiguous(), draw.ints(2, 2, 3, 1)[first].contiguous(), 0)
     return *_finite(logits), tables.counts.int(), capped
 
@@ -360,7 +385,8 @@ def _finite(logits: Tensor) -> Outputs:
 
 def _choose(draw: RandomInputs, adjusted: bool) -> Outputs:
     logits, batch = sampled_rows(draw, adjusted=adjusted)
-    best, results = local_best(logits, batch, 0, 2), draw.filled(9, 4, 2)
+    best = local_best(logits, batch, 0, 2)
+    results = draw.filled(9, 4, 2)
     choose_best(best, batch, results, None)
     return best[..., 0].amax(-1), results, batch.tokens, *_finite(logits)
 
@@ -378,7 +404,8 @@ def _filter(draw: RandomInputs, adjusted: bool) -> Outputs:
 def _small_top_k(draw: RandomInputs, adjusted: bool) -> Outputs:
     logits, batch = sampled_rows(draw, filtered=True, adjusted=adjusted)
     batch.parameters.integers[:, 1] = draw.ints(20, 1, 100, 7)
-    peaks, chosen = block_peaks(logits, batch), draw.filled(0, 4, 2)
+    peaks = block_peaks(logits, batch)
+    chosen = draw.filled(0, 4, 2)
     best = candidates(logits, peaks, batch, 0)
     choose_candidates(best, batch, chosen)
     return peaks, *best.unbind(-1), chosen, batch.tokens
@@ -417,15 +444,19 @@ def _table_check(draw: RandomInputs) -> Outputs:
 
 
 def _router(draw: RandomInputs) -> Outputs:
-    n, count = 72, 12
-    proj, scale = draw.fp32(count, n), draw.fp32(n)
+    n = 72
+    count = 12
+    proj = draw.fp32(count, n)
+    scale = draw.fp32(n)
     few, many = (router_logits(draw.floats(rows, n), router_parts(proj, scale), draw.floats(n), _EPS) for rows in (3, 140))
     chosen = route(draw.fp32(3, count), draw.fp32(count), 3)
     return *few, *many, *chosen
 
 
 def _experts(draw: RandomInputs, rows: int, top_k: int = 2) -> Outputs:
-    n, m, count = 40, 24, top_k + 4
+    n = 40
+    m = 24
+    count = top_k + 4
     chosen = draw.rising(rows, 1) % 4 + draw.rising(top_k)
     weights = draw.fp32(rows, top_k)
     gate_up = draw.floats(count, 2 * m, n, scale=n**-0.5)
@@ -434,11 +465,14 @@ def _experts(draw: RandomInputs, rows: int, top_k: int = 2) -> Outputs:
 
 
 def _lora(draw: RandomInputs, rows: int) -> Outputs:
-    out, x = draw.floats(rows, 200), draw.floats(rows, 700)
-    a, b = draw.floats(3, 64, 700, scale=700**-0.5), draw.floats(3, 200, 32, scale=32**-0.5)
+    out = draw.floats(rows, 200)
+    x = draw.floats(rows, 700)
+    a = draw.floats(3, 64, 700, scale=700**-0.5)
+    b = draw.floats(3, 200, 32, scale=32**-0.5)
     of_row = ((draw.rising(rows, 1) + 1) % 4 - 1).view(-1)
     add_lora(out, x, of_row, a, b, (130, 200))
-    weight, b = draw.floats(256, 700, scale=700**-0.5), draw.floats(256, 3, 32, scale=32**-0.5).transpose(0, 1)
+    weight = draw.floats(256, 700, scale=700**-0.5)
+    b = draw.floats(256, 3, 32, scale=32**-0.5).transpose(0, 1)
     words = torch.zeros(2, dtype=torch.int32, device=x.device).split(1)
     fused = (LowRank(x, of_row, a, b, (128, 256), word) for word in words)
     return out, linear(x, weight, added=next(fused)), linear(x, weight, GEGLU, added=next(fused))

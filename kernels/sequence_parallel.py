@@ -33,7 +33,8 @@ ENDS = (3 / 16, 9 / 16)
 BLOCK = 128  # rows of a product's tile
 _NUMBERS = 1 << 10  # sums of a forward, at most
 _FLAG_BYTES = 1024  # for up to 43 ranks: kernels write 16 bytes at once to what follows, the other inboxes too
-_PARTS, _X = 0, 1
+_PARTS = 0
+_X = 1
 Pieces = Iterator[Tensor]  # of rows, each computed when it is taken
 
 
@@ -131,7 +132,8 @@ class SequenceParallel:
     def _parts_of(self, owner: int, rows: slice, first: int) -> Tensor:
         """[size - 1, own rows, n]: other ranks' parts of the owner's rows of a piece, from row `first` on."""
         own = self._own(rows, owner)
-        count, others = own.stop - own.start, self.size - 1
+        count = own.stop - own.start
+        others = self.size - 1
         return self._parts[owner][first : first + others * count].view(others, count, self.width)
 
     def _copy(self, index: int, rows: slice, own: slice, first: int, peer: int) -> _Copy:
@@ -166,7 +168,9 @@ class SequenceParallel:
 
         residual [T, n], own rows read. The last piece is normed when x's last but one is taken.
         """
-        h, number, sent = torch.empty_like(residual), self._number, list[Tensor]()
+        h = torch.empty_like(residual)
+        number = self._number
+        sent = list[Tensor]()
         self._number += 1
 
         def norm(index: int) -> None:
@@ -236,7 +240,9 @@ def _norm_own(
 def _wait_for(flags, errors, number, SIZE: constexpr, BLOCK: constexpr, PDL: constexpr):
     wait(PDL)
     lane = tl.arange(0, BLOCK)
-    missing, polls, deadline = 1, 0, tl.full((), 0, tl.int64)
+    missing = 1
+    polls = 0
+    deadline = tl.full((), 0, tl.int64)
     while (missing > 0) & (deadline >= 0):
         come = tl.load(flags + lane, lane < SIZE, number, volatile=True)
         missing = tl.max((come != number).to(tl.int32), 0)

@@ -37,7 +37,8 @@ def apply_plan(plan: Tensor, layout: PlanLayout, tables: Sequence[Tensor], lengt
     """
     assert 1 <= len(tables) <= 2, len(tables)
     if enabled(plan):
-        first, last = tables[0], tables[-1]
+        first = tables[0]
+        last = tables[-1]
         launch(
             _apply, (1,), plan, first, first.shape[1], last, last.shape[1], lengths, HEADER=layout.header, COUNTS=layout.counts,
             ROW=layout.row, CHUNK=layout.chunk, APPEND=layout.append, RELEASE=layout.release, BLOCK=128,
@@ -62,14 +63,16 @@ def decode_inputs(
     at position -1.
     """
     if enabled(plan):
-        rows, block_rows = len(ids) // width, _INPUTS // width
+        rows = len(ids) // width
+        block_rows = _INPUTS // width
         launch(
             _inputs, (cdiv(rows, block_rows),), plan, tokens, tokens.shape[1], lengths, padding, ids, positions, slots, len(ids),
             HEADER=layout.header, COUNTS=layout.counts, ROW=layout.row, WIDTH=width, BLOCK_ROWS=block_rows, BLOCK=_INPUTS, warps=1,
         )  # fmt: skip
     else:
         decodes, widths, *_ = plan_sections(plan, layout)[0].unbind(1)
-        count, lane = len(decodes) * width, torch.arange(width, device=plan.device)
+        count = len(decodes) * width
+        lane = torch.arange(width, device=plan.device)
         offset = lengths[decodes].long()[:, None] + lane
         live = lane < widths[:, None]
         slots[:count], slots[count:] = decodes.int().repeat_interleave(width), padding
@@ -99,8 +102,10 @@ def gather_pages(
             PAGE=page, WINDOW=window or 0, BLOCK=block, Q_LEN=q_len, warps=2,
         )  # fmt: skip
     else:
-        slots, positions = slots.view(-1, q_len)[:, 0], positions.view(-1, q_len)
-        first, last = first_page(positions[:, :1], page, window), positions.amax(1, keepdim=True)
+        slots = slots.view(-1, q_len)[:, 0]
+        positions = positions.view(-1, q_len)
+        first = first_page(positions[:, :1], page, window)
+        last = positions.amax(1, keepdim=True)
         entries = first + torch.arange(width, device=out.device)
         pages = table[slots[:, None].long(), entries.clamp(max=table.shape[1] - 1)]
         out.copy_(torch.where(entries * page <= last, pages, out if lengths is None else 0))
@@ -145,8 +150,10 @@ def _apply(
 ):  # fmt: skip
     trigger(PDL)
     wait(PDL)
-    rows, chunks = tl.load(plan + COUNTS), tl.load(plan + COUNTS + 1)
-    appends, releases = tl.load(plan + COUNTS + 2), tl.load(plan + COUNTS + 3)
+    rows = tl.load(plan + COUNTS)
+    chunks = tl.load(plan + COUNTS + 1)
+    appends = tl.load(plan + COUNTS + 2)
+    releases = tl.load(plan + COUNTS + 3)
     chunk_at = plan + HEADER + ROW * rows
     append_at = chunk_at + CHUNK * chunks
     release_at = append_at + APPEND * appends
@@ -155,8 +162,10 @@ def _apply(
         row = start + lane
         live = row < releases
         at = release_at + RELEASE * row
-        group, slot = tl.load(at, live, -1), tl.load(at + 1, live, 0).to(tl.int64)
-        first, count = tl.load(at + 2, live, 0), tl.load(at + 3, live, 0)
+        group = tl.load(at, live, -1)
+        slot = tl.load(at + 1, live, 0).to(tl.int64)
+        first = tl.load(at + 2, live, 0)
+        count = tl.load(at + 3, live, 0)
         for step in range(tl.max(count, 0)):
             named = live & (step < count)
             tl.store(first_table + slot * first_width + first + step, 0, named & (group == 0))
@@ -166,8 +175,10 @@ def _apply(
         row = start + lane
         live = row < appends
         at = append_at + APPEND * row
-        group, slot = tl.load(at, live, -1), tl.load(at + 1, live, 0).to(tl.int64)
-        entry, page = tl.load(at + 2, live, 0), tl.load(at + 3, live, 0)
+        group = tl.load(at, live, -1)
+        slot = tl.load(at + 1, live, 0).to(tl.int64)
+        entry = tl.load(at + 2, live, 0)
+        page = tl.load(at + 3, live, 0)
         tl.store(first_table + slot * first_width + entry, page, live & (group == 0))
         tl.store(last_table + slot * last_width + entry, page, live & (group == 1))
     for start in range(0, chunks, BLOCK):
@@ -186,12 +197,14 @@ def _inputs(
     trigger(PDL)
     wait(PDL)
     lane = tl.arange(0, BLOCK)
-    entry, row = tl.program_id(0) * (BLOCK_ROWS * WIDTH) + lane, tl.program_id(0) * BLOCK_ROWS + lane // WIDTH
+    entry = tl.program_id(0) * (BLOCK_ROWS * WIDTH) + lane
+    row = tl.program_id(0) * BLOCK_ROWS + lane // WIDTH
     own = lane < BLOCK_ROWS * WIDTH
     live = own & (row < tl.load(plan + COUNTS))
     slot = tl.load(plan + HEADER + ROW * row, live, padding)
     length = tl.load(lengths + slot, live, -1)
-    given, position = live, length
+    given = live
+    position = length
     if WIDTH > 1:
         ahead = lane % WIDTH
         given = live & (ahead < tl.load(plan + HEADER + ROW * row + 1, live, 0))
@@ -221,7 +234,8 @@ def _pages(
     row = tl.program_id(0) * Q_LEN
     position = tl.load(positions + row)
     slot = tl.load(slots + row).to(tl.int64)
-    first, offset = first_entry(position, WINDOW, PAGE), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = first_entry(position, WINDOW, PAGE)
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if Q_LEN > 1:
         lane = tl.arange(0, triton.next_power_of_2(Q_LEN))
         position = tl.max(tl.load(positions + row + lane, lane < Q_LEN, -1), 0)

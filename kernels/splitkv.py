@@ -37,20 +37,26 @@ def decode_kernel(
     GROUP: constexpr = HEADS // KV_HEADS
     DV: constexpr = D // VALUES
     KEPT: constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
-    row, split = tl.program_id(0), tl.program_id(2)
-    head, part = tl.program_id(1) // VALUES, tl.program_id(1) % VALUES
+    row = tl.program_id(0)
+    split = tl.program_id(2)
+    head = tl.program_id(1) // VALUES
+    part = tl.program_id(1) % VALUES
     HALF: constexpr = D // 2
     READ: constexpr = PAIRS if V_AS_K else HALF  # dims of each half of K that are read
-    group, columns = tl.arange(0, ROWS), part * DV + tl.arange(0, DV)
+    group = tl.arange(0, ROWS)
+    columns = part * DV + tl.arange(0, DV)
     # Heads are read as [rows, D/2] twice, dims i and i + D/2 that rope turns together, and so are weights and angles: one layout,
     # nothing to exchange between threads. Of the tile of K and V, row 0 is K's and row 1 is V's.
     rows = group[:, None]
-    half, read = rows * 0 + tl.arange(0, HALF)[None, :], rows * 0 + tl.arange(0, READ)[None, :]
-    own, is_q = rows == 0, rows < GROUP
+    half = rows * 0 + tl.arange(0, HALF)[None, :]
+    read = rows * 0 + tl.arange(0, READ)[None, :]
+    own = rows == 0
+    is_q = rows < GROUP
     q_weight = load_halves(q_norm + read, is_q, 1.0, HALF)
     k_weight = load_halves(k_norm + half, own, 1.0, HALF)
     ids = page_ids + row * width
-    heads_k, heads_v = pool + head * PAGE * D, pool + KEPT + head * PAGE * D
+    heads_k = pool + head * PAGE * D
+    heads_v = pool + KEPT + head * PAGE * D
     STORED: constexpr = pool.dtype.element_ty
     QUERY: constexpr = tl.float16 if tl.float8e4nv == STORED else STORED  # as `operand` makes of keys
     JOINED: constexpr = 2 if tl.float8e4nv == STORED else 1  # columns of V that are read as one number
@@ -103,9 +109,11 @@ def decode_kernel(
         q_scale = norm_scale(*whole_q, eps, D)
         q_other = cast(other_q * q_scale * other_weight, QUERY)
     else:
-        q_scale, q_other = norm_scale(*q_raw, eps, D) * k_scale, None
+        q_scale = norm_scale(*q_raw, eps, D) * k_scale
+        q_other = None
     q_low, q_high = norm_and_rope(*q_raw, *q_weight, cos_q, sin_q, q_scale)
-    q_low, q_high = cast(q_low, QUERY), cast(q_high, QUERY)
+    q_low = cast(q_low, QUERY)
+    q_high = cast(q_high, QUERY)
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sums = tl.zeros([ROWS, KEYS], tl.float32)  # of each column of the turns' keys: added up once, at the end
     acc = tl.zeros([ROWS, DV], tl.float32)
@@ -202,7 +210,8 @@ def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, a
     """A turn of the online softmax, with a sum of weights for each column of the keys. q_other: for V in place of K's other dims.
     v of int16 is two e4m3 columns, acc the sums of even and odd ones.
     """
-    k_low, k_high = operand(k_low), operand(k_high)
+    k_low = operand(k_low)
+    k_high = operand(k_high)
     scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E
     if q_other is not None:
         scores += dot(q_other, tl.trans(v)) * LOG2E

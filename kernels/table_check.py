@@ -19,9 +19,11 @@ from triton.language import constexpr
 from kernels.launch import check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.slots import first_entry, first_page
 
-RECORD, RECORDS = 8, 64
+RECORD = 8
+RECORDS = 64
 ROW_ENTRY, COPIED_ENTRY, TABLE_ENTRY = 1, 2, 3  # in the order in which violations are said
-_RECORD, _ROW_ENTRY = constexpr(RECORD), constexpr(ROW_ENTRY)
+_RECORD = constexpr(RECORD)
+_ROW_ENTRY = constexpr(ROW_ENTRY)
 
 
 def new_violations(device: torch.device) -> Tensor:
@@ -50,7 +52,8 @@ def check_rows(
     check_contiguous(actual)
     if not enabled(actual):
         first = first_page(positions, page, window)[:, None]
-        entries, reach = first + torch.arange(width, device=actual.device), positions[:, None]
+        entries = first + torch.arange(width, device=actual.device)
+        reach = positions[:, None]
         needed = (reach >= 0) & (entries * page <= reach)
         held = expected[slots[:, None].long(), entries.clamp(max=expected.shape[1] - 1)]
         correct = torch.where(needed & (entries < expected.shape[1]), held, 0)
@@ -58,7 +61,8 @@ def check_rows(
         if kind == ROW_ENTRY:
             bad = needed & (bad | (correct == 0))
         for row, column in bad.nonzero().tolist():
-            count, cell = int(violations[0]), (row, column)
+            count = int(violations[0])
+            cell = (row, column)
             if count < RECORDS:
                 record = kind, group, slots[row], entries[cell], actual[cell], correct[cell], row, positions[row]
                 violations[RECORD * (count + 1) : RECORD * (count + 2)] = torch.tensor(record)

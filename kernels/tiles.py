@@ -124,7 +124,8 @@ def choose(
     if parts:
         finer = 2
         while finer * cdiv(shape.m, tile.bn) <= _PROCESSORS and shape.n % (finer * tile.bk * _LEAST_TURNS) == 0:
-            tile, finer = replace(tile, splits=finer), 2 * finer
+            tile = replace(tile, splits=finer)
+            finer = 2 * finer
     elif shape not in table and not tile.swap:
         while 2 * cdiv(shape.m, tile.bn) <= _PROCESSORS and tile.bn > 16:
             tile = replace(tile, bn=tile.bn // 2)

@@ -60,7 +60,9 @@ def verify_cut(
     """
     lanes = max(16, next_power_of_2(queries))
     assert lanes <= _MOST_ROWS, queries
-    ctas, columns, on_each = rows * kv_heads, max(1, lanes * d // 8192), 1
+    ctas = rows * kv_heads
+    columns = max(1, lanes * d // 8192)
+    on_each = 1
     if itemsize == 4:
         tile = VerifyTile(lanes, 16, 1, 4, 2, pairs)
     elif pairs and d > 256 and (lanes <= 32 or (lanes == 64 and 16 * ctas > processors and shared > 1 << 17)):
@@ -143,12 +145,16 @@ def verify_kernel(
     LINES: constexpr = Q_LEN * HEADS  # of a row's output
     DV: constexpr = D // VALUES
     KEPT: constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
-    row, split = tl.program_id(0), tl.program_id(2)
-    head, part = tl.program_id(1) // VALUES, tl.program_id(1) % VALUES
+    row = tl.program_id(0)
+    split = tl.program_id(2)
+    head = tl.program_id(1) // VALUES
+    part = tl.program_id(1) % VALUES
     lane = tl.arange(0, ROWS)
-    query, live = lane // GROUP, lane < GROUP * Q_LEN
+    query = lane // GROUP
+    live = lane < GROUP * Q_LEN
     columns = part * DV + tl.arange(0, DV)
-    heads_k, heads_v = pool + head * PAGE * D, pool + KEPT + head * PAGE * D
+    heads_k = pool + head * PAGE * D
+    heads_v = pool + KEPT + head * PAGE * D
     JOINED: constexpr = 2 if tl.float8e4nv == pool.dtype.element_ty else 1  # columns of V that are read as one number
     values_at = joined_values(heads_v)
     joined = part * (DV // JOINED) + tl.arange(0, DV // JOINED)
@@ -167,7 +173,8 @@ def verify_kernel(
     if split >= runs:
         return
     line = row * LINES + query * HEADS + head * GROUP + lane % GROUP
-    q_at, read = q + line[:, None] * D, tl.arange(0, 2 * PAIRS if PAIRS > 0 else D)
+    q_at = q + line[:, None] * D
+    read = tl.arange(0, 2 * PAIRS if PAIRS > 0 else D)
     if PAIRS > 0:  # the rotated dims; K's other dims are V's
         read += tl.where(read < PAIRS, 0, D // 2 - PAIRS)
         dims = tl.arange(0, D)
@@ -202,12 +209,14 @@ def verify_kernel(
         tl.store(out_at, cast(acc, out.dtype.element_ty), live[:, None])
     else:
         at = row * (splits - 1) * LINES + line
-        lse_at, parts_at = lse + at, parts + at[:, None] * D + columns[None, :]
+        lse_at = lse + at
+        parts_at = parts + at[:, None] * D + columns[None, :]
         tl.store(parts_at + split * LINES * D, acc, live[:, None])
         if part == 0:
             tl.store(lse_at + split * LINES, tl.where(row_sum > 0, row_max + tl.log2(norm), -1e30), live)
         if LAST_ADDS:
-            ticket, done = tickets + row * KV_HEADS + head, tl.minimum(runs, splits)
+            ticket = tickets + row * KV_HEADS + head
+            done = tl.minimum(runs, splits)
             add_splits(ticket, done, lse_at, parts_at, out_at, live, LINES, LINES * D, _MOST_ADDED)
 
 
@@ -216,7 +225,8 @@ def _keys_of(positions, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr):
     """First key of the first page, oldest key seen, last key."""
     query = tl.arange(0, triton.next_power_of_2(Q_LEN))
     last = tl.max(tl.load(positions + query, query < Q_LEN, -1), 0)
-    first, oldest = 0, 0
+    first = 0
+    oldest = 0
     if WINDOW > 0:
         oldest = tl.maximum(tl.load(positions) - WINDOW + 1, 0)
         first = oldest // PAGE * PAGE
@@ -229,14 +239,17 @@ def combine_kernel(
     D: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     TURN: constexpr = 8
-    row, query = tl.program_id(0) // Q_LEN, tl.program_id(0) % Q_LEN
-    head, heads = tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0) // Q_LEN
+    query = tl.program_id(0) % Q_LEN
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
     wait(PDL)
     trigger(PDL)
     first, _, last = _keys_of(positions + row * Q_LEN, Q_LEN, WINDOW, PAGE)
     done = tl.minimum((last - first) // KEYS + 1, splits)
     own = (row * splits * Q_LEN + query) * heads + head
-    top, total = -1e30, 0.0
+    top = -1e30
+    total = 0.0
     sums = tl.zeros([D], tl.float32)
     for begin in range(0, done, TURN):
         split = begin + tl.arange(0, TURN)
@@ -244,7 +257,8 @@ def combine_kernel(
         weights = tl.load(lse + at, split < done, -float("inf"))
         values = tl.load(parts + at[:, None] * D + tl.arange(0, D)[None, :], split[:, None] < done, 0.0)
         higher = tl.maximum(top, tl.max(weights, 0))
-        weights, keep = tl.exp2(weights - higher), tl.exp2(top - higher)
+        weights = tl.exp2(weights - higher)
+        keep = tl.exp2(top - higher)
         total = total * keep + tl.sum(weights, 0)
         sums = sums * keep + tl.sum(weights[:, None] * values, 0)
         top = higher

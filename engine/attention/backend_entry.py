@@ -19,11 +19,15 @@ class Platform(NamedTuple):
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        return "cpu" if self.architecture is None else "cuda"
+        if self.architecture is None:
+            return "cpu"
+        return "cuda"
 
     @property
     def gpu(self) -> str:
-        return "no GPU" if self.architecture is None else f"SM{self.architecture[0]}{self.architecture[1]}"
+        if self.architecture is None:
+            return "no GPU"
+        return f"SM{self.architecture[0]}{self.architecture[1]}"
 
 
 class Obstacle(NamedTuple):

@@ -26,19 +26,23 @@ def flashinfer_files() -> FlashInferFiles:
 
 
 def _cubins(package: Path, version: str) -> str | None:
-    folder, kernels = _cubin_folder(version), _kernel_path(package)
+    folder = _cubin_folder(version)
+    kernels = _kernel_path(package)
     if kernels is None or not (folder / kernels / "checksums.txt").is_file():
         return None
     listed = (folder / kernels / "checksums.txt").read_text(encoding="utf-8").count(".cubin")
     on_disk = sum(entry.name.endswith(".cubin") for entry in os.scandir(folder / kernels))
-    return str(folder) if 0 < listed <= on_disk else None
+    if 0 < listed <= on_disk:
+        return str(folder)
+    return None
 
 
 def _cubin_folder(version: str) -> Path:
     """FlashInfer's order: its variable, the package of the same version, the cache."""
     if named := os.environ.get("FLASHINFER_CUBIN_DIR"):
         return Path(named)
-    package, unchecked = package_folder("flashinfer_cubin"), os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK")
+    package = package_folder("flashinfer_cubin")
+    unchecked = os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK")
     if package is not None and (unchecked or installed("flashinfer-cubin") == version):
         return package / "cubins"
     return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer" / "cubins"
@@ -47,9 +51,14 @@ def _cubin_folder(version: str) -> Path:
 def _kernel_path(package: Path) -> str | None:
     """Reads FlashInfer's artifacts.py: the folder of attention kernels is named by their build."""
     artifacts = package / "artifacts.py"
-    source = artifacts.read_text(encoding="utf-8") if artifacts.exists() else ""
+    if artifacts.exists():
+        source = artifacts.read_text(encoding="utf-8")
+    else:
+        source = ""
     named = re.search(r'class ArtifactPath\b.*?\bTRTLLM_GEN_FMHA\b[^"]*"([^"]+)"', source, re.DOTALL)
-    return named[1] if named else None
+    if named:
+        return named[1]
+    return None
 
 
 def _launcher(version: str) -> Launcher | None:
@@ -58,7 +67,9 @@ def _launcher(version: str) -> Launcher | None:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
     ninja = shutil.which("ninja") or importlib.util.find_spec("ninja")
-    return "nvcc" if nvcc and ninja else None
+    if nvcc and ninja:
+        return "nvcc"
+    return None
 
 
 def installed(distribution: str) -> str | None:
@@ -71,4 +82,6 @@ def installed(distribution: str) -> str | None:
 def package_folder(package: str) -> Path | None:
     """Does not import the package."""
     spec = importlib.util.find_spec(package)
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
+    if spec is not None and spec.origin:
+        return Path(spec.origin).parent
+    return None

@@ -16,7 +16,8 @@ def _obstacles(kind: RowKind, platform: Platform) -> Iterator[Obstacle]:
     if platform.architecture is None:
         yield Obstacle("it needs a GPU; this engine runs on the CPU")
         return
-    gpu, major = platform.gpu, platform.architecture[0]
+    gpu = platform.gpu
+    major = platform.architecture[0]
     if major in _XQA:
         yield Obstacle(f"{gpu} is not of the SM100 family: triton by default", by_default=True)
         if kind == "extend":
@@ -62,7 +63,10 @@ def _package(platform: Platform) -> PackageState | None:
     files = platform.flashinfer
     if platform.architecture is None or files.version is None:
         return None
-    kernels = f"kernels in {files.cubins}" if files.cubins else "no kernels of trtllm-gen on disk"
+    if files.cubins:
+        kernels = f"kernels in {files.cubins}"
+    else:
+        kernels = "no kernels of trtllm-gen on disk"
     launcher = {"prebuilt": "launchers from flashinfer-jit-cache", "nvcc": "launchers built by nvcc"}.get(files.launcher or "")
     usable = files.launcher is not None and (files.cubins is not None or platform.architecture[0] != _SM100)
     detail = f"{files.version}: {kernels}, {launcher or 'no way to build launchers'}"

@@ -31,7 +31,9 @@ class AdapterLoader:
     ranks must hold the same adapters."""
 
     def __init__(self, store: AdapterStore, sock: socket.socket, fail: Callable[[BaseException], None]) -> None:
-        self._store, self._sock, self._fail = store, sock, fail
+        self._store = store
+        self._sock = sock
+        self._fail = fail
         self._sock.setblocking(True)
         self._reads = queue.SimpleQueue[ReadAdapter]()
         self._sending = threading.Lock()

@@ -28,7 +28,8 @@ class AdapterStack(nn.Module):
 
     def __init__(self, ends: tuple[int, ...], a: Tensor, b: Tensor, experts: int) -> None:
         super().__init__()
-        self.ends, self.experts = ends, experts
+        self.ends = ends
+        self.experts = experts
         self.a = nn.Parameter(a, requires_grad=False)
         self.b = nn.Parameter(b, requires_grad=False)
 

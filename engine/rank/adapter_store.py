@@ -36,7 +36,8 @@ class AdapterStore:
     """ranks: the largest LoRA rank of each matrix, by name; slots: adapters on the device at once."""
 
     def __init__(self, model: Shard, tensors: TensorTable, ranks: Mapping[str, int], slots: int) -> None:
-        self._tensors, self._geometry = tensors, model.geometry
+        self._tensors = tensors
+        self._geometry = model.geometry
         self._known = adapter_pieces(tensors, model.geometry, model.parallel.rank, model.parallel.size)
         self._ranks = ranks
         self._places, self._stacks = add_stacks(model, self._known, ranks, slots)
@@ -137,7 +138,9 @@ def load_adapters(
             store.place(adapter, adapter)
         if not slots:
             store.drop(adapter)
-    return store if slots else None
+    if slots:
+        return store
+    return None
 
 
 def _ranks_of(mapped: list[AdapterTensors]) -> dict[str, int]:

@@ -24,13 +24,15 @@ class Adjustments:
     """width: most masks of a slot in a step. Masks are stamped with their step, on host and device, and apply to no other."""
 
     def __init__(self, slots: int, ids: range, device: torch.device, width: int = 1) -> None:
-        self.ids, self._device = ids, device
+        self.ids = ids
+        self._device = device
         self._words = range(ids.start >> 5, ((ids.stop - 1) >> 5) + 1)
         words = len(self._words)
         self.tables = _tables(slots, len(ids), words, width, device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging = zip(staging(device, slots * width, words), staging(device, slots, 2), strict=False)
-        self._flags, self._mask_steps = np.zeros(slots, np.int32), np.full(slots, _NO_STEP, np.int64)
+        self._flags = np.zeros(slots, np.int32)
+        self._mask_steps = np.full(slots, _NO_STEP, np.int64)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         changed = [admission for admission in admissions if admission.params.adjustments is not None or self._flags[admission.slot]]
@@ -44,7 +46,8 @@ class Adjustments:
                 self._store(admission, admission.params.adjustments)
 
     def _store(self, admission: Admission, adjustments: LogitAdjustments) -> None:
-        slot, flags = [admission.slot], self._flags[admission.slot]
+        slot = [admission.slot]
+        flags = self._flags[admission.slot]
         if flags & (PENALIZED | BAD_WORDS):
             self._put(self.tables.starts, slot, np.array([[admission.prompt, len(admission.tokens)]], np.int32))
         if flags & BIASED:
@@ -86,7 +89,8 @@ class Adjustments:
         if not len(slots):
             return
         rows, mask_rows = next(self._staging)
-        rows, local = rows[: len(slots)], bits[:, self._words.start : self._words.stop]
+        rows = rows[: len(slots)]
+        local = bits[:, self._words.start : self._words.stop]
         rows.numpy()[:, : local.shape[1]] = local  # after the vocabulary's end there is nothing to allow
         table = mask_rows.numpy()
         table[:, 0] = _NO_STEP

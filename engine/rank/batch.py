@@ -37,7 +37,9 @@ class Chunk:
 
 def chunk_rows(chunks: Sequence[Chunk]) -> int:
     """`chunks` are in row order."""
-    return chunks[-1].offset + chunks[-1].size if chunks else 0
+    if chunks:
+        return chunks[-1].offset + chunks[-1].size
+    return 0
 
 
 def last_seen_of(chunks: Sequence[Chunk], device: torch.device) -> Tensor | None:
@@ -85,7 +87,9 @@ class ForwardBatch:
 
     @property
     def kind(self) -> RowKind:
-        return "extend" if self.prompts else "decode"
+        if self.prompts:
+            return "extend"
+        return "decode"
 
     @cached_property
     def blocks(self) -> "tuple[ForwardBatch, ...]":
@@ -93,7 +97,10 @@ class ForwardBatch:
         blocks = []
         first = self.prompts
         if first:
-            seen = last_seen_of(self.chunks, self.ids.device) if self.last_seen is None else self.last_seen
+            if self.last_seen is None:
+                seen = last_seen_of(self.chunks, self.ids.device)
+            else:
+                seen = self.last_seen
             extend = self.of_rows(slice(0, first))
             blocks.append(replace(extend, chunks=self.chunks, prompts=first, chunk_list=self.chunk_list, last_seen=seen))
         if first < self.rows:
@@ -120,7 +127,9 @@ def eager_batch(
     chunks: tuple[Chunk, ...],
 ) -> ForwardBatch:
     """A batch in memory of its own. ids, slots and positions int [T]; rows after the chunks decode."""
-    ids, slots, positions = ids.int(), slots.int(), positions.int()
+    ids = ids.int()
+    slots = slots.int()
+    positions = positions.int()
     first = chunk_rows(chunks)
     pages = cache.gather(slots[first:], positions[first:], cache.page_rows(len(ids) - first))
     rope = {}

@@ -71,7 +71,10 @@ def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *,
     if device.type == "cpu":
         torch.set_num_threads(1)  # ranks share the cores; results must not depend on how many there are
     dtype = getattr(torch, config.dtype)
-    source = "empty" if device.type == "meta" else config.load_format
+    if device.type == "meta":
+        source = "empty"
+    else:
+        source = config.load_format
     text, drafter, encoders = checkpoints_of(config)
     if source == "safetensors":
         text = replace(text, geometry=with_head(text.geometry, text.tensors, text.folder))
@@ -91,7 +94,10 @@ def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *,
         inboxes.allreduce.wait_at_most(config.boot_timeout_s)  # another rank's compiler may take long
         check_inboxes(parallel, inboxes, text.geometry.hidden, device, dtype)
     has_scales = source == "safetensors" and config.kv_dtype == "fp8"
-    scales = read_kv_scales(text, parallel, device) if has_scales else {}
+    if has_scales:
+        scales = read_kv_scales(text, parallel, device)
+    else:
+        scales = {}
     return Rank(
         config, text.geometry, device, parallel, model, inboxes, failed_checks, fallbacks, assistant, of_media, adapters, scales
     )

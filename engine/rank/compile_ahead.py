@@ -33,7 +33,8 @@ class CompileArgs(msgspec.Struct, frozen=True):
 
 def start(config: EngineConfig) -> list[subprocess.Popen[bytes]]:
     processes = min(PROCESSES, len(os.sched_getaffinity(0)) // 2)
-    target, properties = torch.cuda.get_device_capability(), torch.cuda.get_device_properties()
+    target = torch.cuda.get_device_capability()
+    properties = torch.cuda.get_device_properties()
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     started = []
     for share in range(processes):

@@ -14,7 +14,8 @@ class StageGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
 
     def warm(self, run: Callable[[], object]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -21,7 +21,8 @@ class EncodedRows:
 
 class Outputs:
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.bytes = max_bytes, 0
+        self.max_bytes = max_bytes
+        self.bytes = 0
         self._outputs: OrderedDict[Key, EncodedRows] = OrderedDict()
 
     def take(self, key: Key) -> EncodedRows | None:
@@ -44,7 +45,8 @@ class Outputs:
 class OutputCache:
     def __init__(self, device: torch.device, device_bytes: int, host_bytes: int) -> None:
         self._device = device
-        self.on_device, self.on_host = Outputs(device_bytes), Outputs(host_bytes)
+        self.on_device = Outputs(device_bytes)
+        self.on_host = Outputs(host_bytes)
         self.host_hits = self.evictions = 0
 
     def take(self, key: Key) -> EncodedRows | None:

@@ -59,9 +59,11 @@ class PageCheck:
             for admission in plan.admissions:
                 table[admission.slot] = 0
         for group, slot, entry, page in plan.appends.tolist():
-            pages, width = self._pages[group], self._tables[group].shape[1]
+            pages = self._pages[group]
+            width = self._tables[group].shape[1]
             if not (0 < page < pages and 0 <= entry < width):
-                where, has = self._entry_name(group, slot, entry), f"its pool has {pages} pages, its table {width} entries"
+                where = self._entry_name(group, slot, entry)
+                has = f"its pool has {pages} pages, its table {width} entries"
                 raise PageViolation(f"plan {plan.step}: {where} gets page {page}; {has}")
             self._tables[group][slot, entry] = page
 
@@ -78,7 +80,8 @@ class PageCheck:
 
     def compare(self, kind: int, group: KVGroup, actual: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
         """As `CopyCheck`. Capturable."""
-        expected, pages = self._tables[group.index], self._pages[group.index]
+        expected = self._tables[group.index]
+        pages = self._pages[group.index]
         check_rows(kind, group.index, actual, expected, pages, slots, positions, group.page, window, self.violations)
 
     def verify(self, step: int, violations: np.ndarray) -> None:
@@ -86,19 +89,28 @@ class PageCheck:
         if count:
             records = violations[RECORD:].reshape(RECORDS, RECORD)[:count].tolist()
             shown = "; ".join(self._sentence(Violation(*record)) for record in sorted(records)[:_SHOWN])
-            more = f"; and {count - _SHOWN} more" if count > _SHOWN else ""
+            if count > _SHOWN:
+                more = f"; and {count - _SHOWN} more"
+            else:
+                more = ""
             raise PageViolation(f"step {step}: {shown}{more}")
 
     def _entry_name(self, group: int, slot: int, entry: int) -> str:
         return f"slot {slot}, group {self._slots.cache.groups[group].group.name}, entry {entry}"
 
     def _sentence(self, wrong: Violation) -> str:
-        row = "" if wrong.kind == TABLE_ENTRY else f"row {wrong.row} at position {wrong.position}, "
+        if wrong.kind == TABLE_ENTRY:
+            row = ""
+        else:
+            row = f"row {wrong.row} at position {wrong.position}, "
         where = f"{row}{self._entry_name(wrong.group, wrong.slot, wrong.entry)}"
         if wrong.kind == ROW_ENTRY and wrong.page == wrong.expected == 0:
             return f"{where}: needs a page and has none"
         verb = {ROW_ENTRY: "reads", TABLE_ENTRY: "names", COPIED_ENTRY: "attention's copy names"}[wrong.kind]
-        expected = f"page {wrong.expected}" if wrong.expected else "no page"
+        if wrong.expected:
+            expected = f"page {wrong.expected}"
+        else:
+            expected = "no page"
         return f"{where}: {verb} page {wrong.page}, expected {expected}; {self._owner(wrong.group, wrong.page)}"
 
     def _owner(self, group: int, page: int) -> str:

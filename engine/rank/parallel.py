@@ -58,8 +58,12 @@ def make_inboxes(
 
     Without `shares_rows`, or with two ranks, every rank has the whole residual.
     """
-    rank, size = parallel.rank, parallel.size
-    sequence_bytes = SequenceParallel.bytes(size, prompt_rows[-1], width, dtype) if prompt_rows else 0
+    rank = parallel.rank
+    size = parallel.size
+    if prompt_rows:
+        sequence_bytes = SequenceParallel.bytes(size, prompt_rows[-1], width, dtype)
+    else:
+        sequence_bytes = 0
     sizes = [sequence_bytes, AllReduceInbox.bytes(size, rows, width, dtype), ArgmaxInbox.bytes(size, rows)]
     memories = parallel.peer_memory(sum(sizes))
     if memories is None:
@@ -77,11 +81,14 @@ def make_inboxes(
 
 
 def inboxes_of(inboxes: Inboxes | None, rows: int) -> tuple[AllReduceInbox, ArgmaxInbox] | tuple[None, None]:
-    return (inboxes.allreduce, inboxes.argmax) if inboxes is not None and rows <= inboxes.allreduce.rows else (None, None)
+    if inboxes is not None and rows <= inboxes.allreduce.rows:
+        return (inboxes.allreduce, inboxes.argmax)
+    return (None, None)
 
 
 class Single:
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -109,7 +116,9 @@ class FirstOfGroup(Single):
         return x.new_empty((self.size, len(x) // self.size, *x.shape[1:]))
 
     def peer_memory(self, size: int) -> Sequence[Tensor] | None:  # type: ignore[override]
-        return [torch.empty(size, dtype=torch.uint8, device="meta")] * self.size if self.size > 1 else None
+        if self.size > 1:
+            return [torch.empty(size, dtype=torch.uint8, device="meta")] * self.size
+        return None
 
 
 class CudaGroup:
@@ -118,7 +127,9 @@ class CudaGroup:
     """
 
     def __init__(self, rank: int, size: int, store: str, timeout_s: float) -> None:
-        self.rank, self.size, self._device = rank, size, torch.device("cuda", rank)
+        self.rank = rank
+        self.size = size
+        self._device = torch.device("cuda", rank)
         torch.cuda.set_device(self._device)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # the ranks share a node: nothing of theirs belongs on a network
         distributed.init_process_group(
@@ -176,7 +187,8 @@ def connect(rank: int, size: int, device: torch.device, reduce: int, store: str,
 
 def self_check(parallel: Parallel, device: torch.device, dtype: torch.dtype) -> None:
     """Checks exchanges of small integers, exact in bf16, in short and large messages. ConfigError."""
-    rank, size = parallel.rank, parallel.size
+    rank = parallel.rank
+    size = parallel.size
     for length in (64, max(SYMMETRIC_BYTES, SLOT_BYTES) // dtype.itemsize + 64):
         pattern = torch.arange(length, device=device).remainder(7).to(dtype)
         _expect(parallel, parallel.all_reduce(pattern * (rank + 1)), pattern * (size * (size + 1) // 2), "sum")
@@ -189,9 +201,11 @@ def self_check(parallel: Parallel, device: torch.device, dtype: torch.dtype) -> 
 @torch.inference_mode()
 def check_own_rows(parallel: Parallel, sequence: SequenceParallel, dtype: torch.dtype) -> None:
     """Sequence-parallel norms must equal an all-reduce and a norm. ConfigError."""
-    rows, n = 16 * parallel.size, sequence.width
+    rows = 16 * parallel.size
+    n = sequence.width
     part = torch.arange(rows * n, device=sequence.device).remainder(5 + parallel.rank).to(dtype).view(rows, n)
-    norms, residual = Norms(*torch.ones_like(part[:2])), torch.ones_like(part)
+    norms = Norms(*torch.ones_like(part[:2]))
+    residual = torch.ones_like(part)
     sequence.begin(rows)
     for _ in range(2):  # as a forward has sums
         x = sequence.norm(sequence.cut(part), residual, norms, 1e-6, None)[1].whole()
@@ -203,7 +217,10 @@ def check_own_rows(parallel: Parallel, sequence: SequenceParallel, dtype: torch.
 
 def _expect(parallel: Parallel, actual: Tensor, expected: Tensor, what: str) -> None:
     if not torch.equal(actual, expected):
-        wrong = int((actual != expected).sum()) if actual.shape == expected.shape else expected.numel()
+        if actual.shape == expected.shape:
+            wrong = int((actual != expected).sum())
+        else:
+            wrong = expected.numel()
         raise ConfigError(
             f"rank {parallel.rank} of {parallel.size}: the {what} of {expected.numel()} known {expected.dtype} values over the "
             f"ranks came out wrong in {wrong}; the ranks cannot compute together on this machine"

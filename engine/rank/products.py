@@ -51,7 +51,9 @@ class Exchange:
     def row_parallel(self, weight: Weight, x: Activations | Pieces, added: LowRank | None = None) -> Part:
         """x [T, n] -> this rank's part of x W^T [T, m], with what adapters add."""
         assert isinstance(x, Activations)
-        return weight.parts(x, added) if self.parallel.size == 1 else weight.product(x, added=added)
+        if self.parallel.size == 1:
+            return weight.parts(x, added)
+        return weight.product(x, added=added)
 
     def sum_norm(
         self, part: Part, residual: Tensor | None, norms: Norms, scalar: Tensor | None = None, scale: float = 1.0
@@ -81,7 +83,9 @@ class InboxExchange(Exchange):
     def row_parallel(self, weight: Weight, x: Activations | Pieces, added: LowRank | None = None) -> Part:
         assert isinstance(x, Activations)
         sent = weight.send(x, self._inbox, added)
-        return weight.product(x, added=added) if sent is None else sent
+        if sent is None:
+            return weight.product(x, added=added)
+        return sent
 
     def sum_norm(
         self, part: Part, residual: Tensor | None, norms: Norms, scalar: Tensor | None = None, scale: float = 1.0
@@ -125,7 +129,9 @@ class OwnRows(Exchange):
         return self._sequence.norm(part, residual, norms, self._eps, scalar)
 
     def all_rows(self, x: Rows) -> Tensor:
-        return x.whole() if isinstance(x, GatheredRows) else super().all_rows(x)
+        if isinstance(x, GatheredRows):
+            return x.whole()
+        return super().all_rows(x)
 
     def cut(self, x: Tensor) -> Pieces:
         return self._sequence.cut(x)

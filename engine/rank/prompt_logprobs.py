@@ -39,9 +39,12 @@ def scored_rows(chunks: Sequence[Chunk], scorings: Mapping[int, PromptScoring]) 
 
 
 def prompt_rows(scored: Sequence[ScoredRows], words: np.ndarray) -> list[PromptRow]:
-    most, reports, first = words.shape[1] // 2 - 1, [], 0
+    most = words.shape[1] // 2 - 1
+    reports = []
+    first = 0
     for part in scored:
-        own, count = words[first : first + part.count], part.scoring.alternatives
+        own = words[first : first + part.count]
+        count = part.scoring.alternatives
         cut = np.concatenate([own[:, : 2 + count], own[:, 2 + most : 2 + most + count]], axis=1)
         reported = PromptLogprobs(part.chunk.start + 1, count, cut.astype("<i4", copy=False).tobytes())
         reports.append(PromptRow(part.chunk.slot, part.scoring.number, reported))

@@ -253,7 +253,9 @@ class Runner:
             self.graphs.replay("draft", StepSizes.decoding(padded, 1 + plan.drafts))
         else:
             stage.draft(padded, plan.drafts)
-        return replace(sampled, drafts=stage.last_drafts(sequences, plan.drafts)) if plan.masked else sampled
+        if plan.masked:
+            return replace(sampled, drafts=stage.last_drafts(sequences, plan.drafts))
+        return sampled
 
     def run(self, plans: Iterable[bytes]) -> list[bytes]:
         """DEPTH at a time."""

@@ -48,7 +48,8 @@ class Sampler:
         self, parallel: Parallel, vocabulary: int, softcap: float | None, suppress: Sequence[int], device: torch.device
     ) -> None:
         self._parallel = parallel
-        self._vocabulary, self._softcap = vocabulary, softcap
+        self._vocabulary = vocabulary
+        self._softcap = softcap
         self._suppressed = torch.tensor(list(suppress), dtype=torch.int32, device=device)
         self._processors = processors(device)
 
@@ -110,7 +111,8 @@ class Sampler:
     def _filter(self, logits: Tensor, batch: SamplingBatch, chosen: Tensor, rows: Tensor) -> None:
         capped = None if batch.capped is None else batch.capped[rows]
         batch = replace(batch, slots=batch.slots[rows], positions=batch.positions[rows], capped=capped)
-        local, spare = logits[rows], -len(rows) % self._parallel.size
+        local = logits[rows]
+        spare = -len(rows) % self._parallel.size
         slices = self._parallel.exchange_rows(functional.pad(local, (0, 0, 0, spare)) if spare else local)
         taken = chosen[rows]
         tokens = filtered_tokens(scaled_rows(slices, batch, self._parallel.rank, self._vocabulary), batch, taken)

@@ -16,7 +16,10 @@ class Shard(nn.Module):
     def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         check_tp(geometry, parallel.size)
-        self.geometry, self.parallel, self.dtype, self.device = geometry, parallel, dtype, device
+        self.geometry = geometry
+        self.parallel = parallel
+        self.dtype = dtype
+        self.device = device
 
     def matrix(self, *shape: int) -> Weight:
         return Weight(shape, self.dtype, self.device)

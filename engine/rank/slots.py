@@ -58,7 +58,9 @@ class SlotState:
         self._store(admissions)
         self._set_adapters(admissions)
         for admission in admissions:
-            slot, number, params = admission.slot, admission.number & NUMBER_MASK, admission.params
+            slot = admission.slot
+            number = admission.number & NUMBER_MASK
+            params = admission.params
             self._numbers[slot], self._logprobs[slot], self._filters[slot] = number, params.logprobs, _filters(params)
             self.prompt_scorings.pop(slot, None)
             if params.prompt_logprobs is not None and admission.prompt > 1:
@@ -106,7 +108,8 @@ class SlotState:
 
     def result_rows(self, slots: np.ndarray, step: int, width: int = 1) -> ResultRows:
         """How the rows of slots int32 [R] sample, `width` each. The masks of `step` must be set."""
-        adjusted, slots = any(self.adjustments.are_adjusted(slots, step)), slots.repeat(width)
+        adjusted = any(self.adjustments.are_adjusted(slots, step))
+        slots = slots.repeat(width)
         logprobs, filters = ([listed[slot] for slot in slots.tolist()] for listed in (self._logprobs, self._filters))
         return ResultRows(
             slots,
@@ -124,4 +127,6 @@ class SlotState:
 def _filters(params: SamplingParams) -> str:
     if params.temperature < GREEDY_BELOW or not (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
         return "none"
-    return "small top_k" if 0 < params.top_k <= SMALL_TOP_K else "other"
+    if 0 < params.top_k <= SMALL_TOP_K:
+        return "small top_k"
+    return "other"

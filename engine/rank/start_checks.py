@@ -65,17 +65,25 @@ def check_attention(parallel: Parallel, config: EngineConfig, device: torch.devi
     used = {kind: entry for kind in ROW_KINDS if (entry := BACKENDS[config.attention_of(kind) or own.name]).parts != own.parts}
     if not used:
         return (), ()
-    geometry, groups = config.geometry, config.kv_groups
+    geometry = config.geometry
+    groups = config.kv_groups
     settings = PartSettings(geometry.heads // config.tp, geometry.eps, (ROWS,), device)
     names = [(kind, group.index) for kind in used for group in groups]
     errors: dict[tuple[RowKind, int], float] = {}
     for kind, entry in used.items():
         parts = import_module(entry.parts).parts(settings, download=config.flashinfer_download)
         errors |= mismatches(kind, geometry, groups, settings, parts)
-    failed, sentences = failed_on_any_rank(parallel, names, errors, device), []
+    failed = failed_on_any_rank(parallel, names, errors, device)
+    sentences = []
     for kind, index in sorted(failed):
-        how = f"by {errors[kind, index]:.2g}" if (kind, index) in errors else "on another rank"
-        rows = "decode rows" if kind == "decode" else "prefill chunks"
+        if (kind, index) in errors:
+            how = f"by {errors[kind, index]:.2g}"
+        else:
+            how = "on another rank"
+        if kind == "decode":
+            rows = "decode rows"
+        else:
+            rows = "prefill chunks"
         sentences.append(f"{used[kind].name} is wrong {how} for {rows} of {groups[index].name} layers: {own.name} in its place")
     return failed, tuple(sentences)
 
@@ -87,7 +95,9 @@ def mismatches(
     errors = {}
     for given in groups:
         group = replace(given, index=0, layers=given.layers[:1])
-        layer, visible, page = geometry.layers[group.layers[0]], group.window or 500, group.page
+        layer = geometry.layers[group.layers[0]]
+        visible = group.window or 500
+        page = group.page
         if kind == "decode":  # at the edges of window and page, one of a single key, and padding
             spans = [(end - 1, end) for end in (visible + 2 * page + 6, page, page + 1, 1, 0)]
         else:  # a fresh chunk, and one whose window begins inside a page of its prefix
@@ -95,7 +105,8 @@ def mismatches(
         chunks = (Chunk(0, *spans[0], 0), Chunk(1, *spans[1], 40)) if kind == "extend" else ()
         cache, batch = _poisoned_sequences(group, layer, spans, settings.device, chunks)
         weight = torch.full((group.head_dim,), group.head_dim**-0.25, dtype=_DTYPE, device=settings.device)  # scores of deviation 1
-        norms, width = (weight, weight), (settings.heads + (2 - layer.k_eq_v) * group.kv_heads) * group.head_dim
+        norms = (weight, weight)
+        width = (settings.heads + (2 - layer.k_eq_v) * group.kv_heads) * group.head_dim
         qkv = torch.randn((batch.rows, width), generator=torch.Generator().manual_seed(batch.rows)).to(settings.device, _DTYPE)
         (block,), outputs = batch.blocks, []
         for maker in (paged.parts(settings), parts):
@@ -142,7 +153,9 @@ def failed_on_any_rank(parallel: Parallel, names: Sequence[Any], failed: Collect
 @torch.inference_mode()
 def residual_rms(model: Model, groups: Sequence[KVGroup]) -> float:
     """RMS of the last residual over a short prompt. CheckpointError below 1e-3 or NaN. A collective call."""
-    geometry, size, device = model.geometry, 16, model.device
+    geometry = model.geometry
+    size = 16
+    device = model.device
     positions = torch.arange(size, device=device)
     ids = (positions * 7 + 2) % geometry.vocab
     cache = KVCache([GroupCache(group, 2, 1, size, device) for group in groups])

@@ -90,7 +90,8 @@ class StepBuffers:
         pages = tuple(page_ids[: sizes.decodes] for page_ids in self._pages)
         if sizes.decodes:
             ids, positions, slots = (column[first:] for column in rows)
-            tokens, lengths = self._slots.tokens, self._slots.lengths
+            tokens = self._slots.tokens
+            lengths = self._slots.lengths
             decode_inputs(self.plan, LAYOUT, tokens, lengths, self._slots.padding, ids, positions, slots, width)
             self._slots.cache.gather(slots, positions, pages)
         if not first:

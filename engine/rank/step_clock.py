@@ -12,7 +12,8 @@ DeviceEvent = torch.cuda.Event  # on a CPU a HostEvent
 
 class Stopwatch:
     def __init__(self, device: torch.device) -> None:
-        self._device, self._us = device, 0
+        self._device = device
+        self._us = 0
         self._running: deque[tuple[DeviceEvent, DeviceEvent]] = deque()
 
     @contextmanager

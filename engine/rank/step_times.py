@@ -28,7 +28,8 @@ TILE = 128  # rows of a tile in a GPU's large matrix products
 def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     """Measure a fresh runner, which is left as it was. A collective call of about two seconds for 31B on four H200, more with
     drafts."""
-    probe, tile = _Probe(runner, vocab, SERIES[config.device]), TILE if config.device == "cuda" else 1
+    probe = _Probe(runner, vocab, SERIES[config.device])
+    tile = TILE if config.device == "cuda" else 1
     drafts: tuple[tuple[int, Points], ...] = ()
     drafting: Points = ()
     width = 1
@@ -49,7 +50,10 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
         drafting = tuple((count, probe.drafting_ms(count, long, prefills, width)) for count in sorted({*counts[:1], *counts[-1:]}))
     slower_ms = max(0.0, probe.decode_ms(config.max_seqs, long) - decodes[-1][1])
     context_ms = slower_ms / max(1, config.max_seqs * (long - short))
-    read_ms, attend_ms, few, many = 0.0, 0.0, prefills[0], prefills[len(prefills) // 2]
+    read_ms = 0.0
+    attend_ms = 0.0
+    few = prefills[0]
+    many = prefills[len(prefills) // 2]
     if context := max(0, min(CHUNK_CONTEXT, config.max_len - 1 - many[0])):  # before chunks of few rows and of many
         less, more = (max(0.0, probe.prefill_ms(rows, context) - alone) / context for rows, alone in (few, many))
         attend_ms = max(0.0, more - less) / max(1, many[0] - few[0])
@@ -61,13 +65,15 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
 def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int, cached: int, end: int) -> StepPlan:
     """Admits sequences of `length` random tokens (equal ones would go to the same experts), `cached` of them computed, with pages
     for [cached, end)."""
-    params, admissions = SamplingParams(max_tokens=1), []
+    params = SamplingParams(max_tokens=1)
+    admissions = []
     for slot in slots:
         tokens = np.random.default_rng(slot).integers(0, vocab, length, np.int32).tolist()
         admissions.append(Admission(slot, slot + 1, tokens, length, params, cached=cached))
     plan = StepPlan(0, admissions=admissions)
     for group in cache:
-        entries, count = group.group.pages_for(cached, end), group.pool.shape[1] - 1
+        entries = group.group.pages_for(cached, end)
+        count = group.pool.shape[1] - 1
         pages = 1 + np.random.default_rng(0).permutation(count)
         plan.appends += [
             (group.group.index, slot, entry, int(pages[(slot * len(entries) + index) % count]))
@@ -82,7 +88,8 @@ def _points(most: int, usual: tuple[int, ...]) -> list[int]:
 
 
 def _ascending(points: list[tuple[int, float]]) -> Measured:
-    least, ascending = 0.0, []
+    least = 0.0
+    ascending = []
     for rows, milliseconds in points:
         least = max(milliseconds, least + 1e-3)
         ascending.append((rows, least))
@@ -91,7 +98,9 @@ def _ascending(points: list[tuple[int, float]]) -> Measured:
 
 class _Probe:
     def __init__(self, runner: Runner, vocab: int, series: tuple[int, ...]) -> None:
-        self._runner, self._series, self.steps = runner, series, 2 + sum(series)
+        self._runner = runner
+        self._series = series
+        self.steps = 2 + sum(series)
         self._admission = partial(admission_plan, runner.slots.cache, vocab)
         self._step = 0
 

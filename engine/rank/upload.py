@@ -16,7 +16,9 @@ def staging(to: device, *shape: int) -> Iterator[Tensor]:
 
 def uploaded(tensor: Tensor, to: device) -> Tensor:
     """Through pinned memory on a GPU, which torch keeps until the copy ends."""
-    return tensor.pin_memory().to(to, non_blocking=True) if to.type == "cuda" else tensor.to(to)
+    if to.type == "cuda":
+        return tensor.pin_memory().to(to, non_blocking=True)
+    return tensor.to(to)
 
 
 def downloaded(tensor: Tensor, host: Tensor | None = None) -> Tensor:

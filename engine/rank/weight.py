@@ -33,7 +33,9 @@ class Weight(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.shape, self.dtype, self.device = shape, dtype, device
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
         self.stored: WeightFormat | None = None
         self.adapters: Any = None  # an `AdapterStack`
 
@@ -43,7 +45,10 @@ class Weight(nn.Module):
         made: Weight = resolve_name(stored.weight)(self.shape, self.dtype, self.device)
         made.stored = stored
         for tensor in stored.tensors:
-            dtype = getattr(torch, tensor.dtype) if tensor.dtype else self.dtype
+            if tensor.dtype:
+                dtype = getattr(torch, tensor.dtype)
+            else:
+                dtype = self.dtype
             setattr(made, tensor.name, empty(*tensor.shape(self.shape), dtype=dtype, device=self.device))
         return made
 
@@ -101,7 +106,9 @@ class OwnProduct(Weight):
             added.add(found)
         if epilogue.gated or epilogue.up is not None:
             found = geglu(found, epilogue.up)
-        return found if out is None else out.copy_(found)
+        if out is None:
+            return found
+        return out.copy_(found)
 
     def gated(self, x: Activations, down: Weight) -> Activations:  # noqa: ARG002 (rows stay plain)
         return self.product(x, GEGLU)

@@ -37,7 +37,10 @@ IDLE_S = 200e-6
 
 
 def load(config: EngineConfig, args: BootArgs) -> Rank:
-    device = torch.device("cuda", args.index) if config.device == "cuda" else torch.device("cpu")
+    if config.device == "cuda":
+        device = torch.device("cuda", args.index)
+    else:
+        device = torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # of steps, before encoders' kernels
     return load_rank(config, connect(args.index, args.tp, device, args.reduce, args.store, config.boot_timeout_s), device)
@@ -57,7 +60,10 @@ def _boot(lifeline: Lifeline) -> Runner:
     config = lifeline.receive(Configure).config
     if config.device == "cuda":
         set_cache_keys()
-    compilers = compile_ahead.start(config) if config.device == "cuda" and lifeline.args.index == 0 else []
+    if config.device == "cuda" and lifeline.args.index == 0:
+        compilers = compile_ahead.start(config)
+    else:
+        compilers = []
     rank = load(config, lifeline.args)
     rms = residual_rms(rank.model, config.kv_groups)
     seconds = time.monotonic() - started
@@ -81,7 +87,10 @@ def _boot(lifeline: Lifeline) -> Runner:
     wait_at_most(rank, config.step_timeout_s)
     if rank.adapters is not None and lifeline.args.adapters >= 0:
         AdapterLoader(rank.adapters, socket.socket(fileno=lifeline.args.adapters), lifeline.fail).start()
-    head = "" if rank.geometry.tied else " with a head of their own"
+    if rank.geometry.tied:
+        head = ""
+    else:
+        head = " with a head of their own"
     note = f"{rank.weight_bytes / 1e9:.2f} GB of weights{head}, residual rms {rms:.2f}, {seconds:.1f} s"
     lifeline.send(Ready(note=note, step_times=times, fallbacks=rank.fallbacks))
     return runner
@@ -97,7 +106,9 @@ def wait_at_most(rank: Rank, seconds: float) -> None:
 class Worker:
     def __init__(self, runner: Runner, lifeline: Lifeline) -> None:
         args = lifeline.args
-        self._runner, self._lifeline, self._index = runner, lifeline, args.index
+        self._runner = runner
+        self._lifeline = lifeline
+        self._index = args.index
         self._plans, self._masks, media = (
             RingReader(map_shared(ring), args.tp, args.index) for ring in (args.plan, args.masks, args.media)
         )
@@ -118,7 +129,8 @@ class Worker:
             if self._forwarded is not None:
                 progressed = self._sample()
             elif running and len(self._launched) < DEPTH and (record := self._plans.poll()) is not None:
-                progressed, running = True, self._launch(*record)
+                progressed = True
+                running = self._launch(*record)
             else:
                 progressed = False
             if self._runner.encode_stage.advance() or progressed:

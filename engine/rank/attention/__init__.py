@@ -27,7 +27,10 @@ class SpanExtend:
     own: AttentionPart
 
     def prepare(self, block: ForwardBatch) -> tuple[AttentionPart, Any]:
-        part = self.usual if block.last_seen is None else self.own
+        if block.last_seen is None:
+            part = self.usual
+        else:
+            part = self.own
         return part, part.prepare(block)
 
     def attend(
@@ -59,7 +62,9 @@ def attention_backend(
 
     def parts(kind: RowKind, group: KVGroup) -> AttentionParts:
         name = None if config is None else config.attention_of(kind)
-        return own if name is None or (kind, group.index) in failed_checks else made(BACKENDS[name].parts)
+        if name is None or (kind, group.index) in failed_checks:
+            return own
+        return made(BACKENDS[name].parts)
 
     def extend(pages: GroupCache) -> AttentionPart:
         usual = parts("extend", pages.group)

@@ -24,9 +24,12 @@ class PagedDecode:
     """Decode rows are launched as those of the next bucket."""
 
     def __init__(self, cache: GroupCache, settings: PartSettings) -> None:
-        group, buckets = cache.group, settings.buckets
-        self._cache, self._settings = cache, settings
-        cores, heads = processors(settings.device), settings.heads // group.kv_heads
+        group = cache.group
+        buckets = settings.buckets
+        self._cache = cache
+        self._settings = settings
+        cores = processors(settings.device)
+        heads = settings.heads // group.kv_heads
         form = heads, group.kv_heads, group.head_dim, cache.read_width, cores
         self._splits = [decode_splits(rows, *form) for rows in buckets]
         parts = max(map(mul, buckets, self._splits))
@@ -37,7 +40,9 @@ class PagedDecode:
         ...
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, _plan: None, out: Tensor) -> None:
-        cache, group, settings = self._cache, self._cache.group, self._settings
+        cache = self._cache
+        group = self._cache.group
+        settings = self._settings
         pages = block.pages[group.index]
         scales = cache.scales.get(layer.kv_source)
         index = bisect.bisect_left(settings.buckets, len(pages))
@@ -49,7 +54,10 @@ class PagedDecode:
             )
             return
         folds = layer.k_eq_v and norms[1] is not None and enabled(qkv)
-        pairs = read_pairs(layer.rope.pairs, cache.pool.element_size()) if folds else 0
+        if folds:
+            pairs = read_pairs(layer.rope.pairs, cache.pool.element_size())
+        else:
+            pairs = 0
         queries = settings.heads // group.kv_heads * block.width
         splits, tile = verify_cut_of(cache.pool[0], bucket, queries, pages.shape[1], pairs)
         q, pool = normed_queries(cache, settings, qkv, layer, norms, block, fold=tile.pairs > 0)
@@ -58,7 +66,8 @@ class PagedDecode:
 
 class PagedExtend:
     def __init__(self, cache: GroupCache, settings: PartSettings) -> None:
-        self._cache, self._settings = cache, settings
+        self._cache = cache
+        self._settings = settings
         self._tokens = tile_tokens(settings.heads, cache.group.kv_heads)
 
     def prepare(self, block: ForwardBatch) -> ExtendPlan:

@@ -117,7 +117,8 @@ def _arguments(
 
 def call_decode(scratch: TrtllmScratch, group: KVGroup, query: Tensor, pool: Tensor, rows: TableRows, out: Tensor) -> None:
     """query and out [rows, heads, d]."""
-    flashinfer, arguments = scratch.flashinfer, _arguments(scratch, query, pool, rows, group, out)
+    flashinfer = scratch.flashinfer
+    arguments = _arguments(scratch, query, pool, rows, group, out)
     flashinfer.decode(**arguments, max_seq_len=rows.max_len, backend=flashinfer.kernels)
 
 
@@ -127,17 +128,22 @@ class TrtllmDecode:
     """
 
     def __init__(self, cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch) -> None:
-        most, unit = settings.buckets[-1], ROW_TOKENS // cache.group.page
+        most = settings.buckets[-1]
+        unit = ROW_TOKENS // cache.group.page
         check_group(cache.group, settings.heads, scratch.flashinfer.kernels)
-        self._cache, self._settings, self._scratch = cache, settings, scratch
+        self._cache = cache
+        self._settings = settings
+        self._scratch = scratch
         width = -(-cache.read_width // unit) * unit
         self._tables = torch.zeros((most, width), dtype=torch.int32, device=settings.device)
         self._lengths = torch.ones(most, dtype=torch.int32, device=settings.device)
 
     def prepare(self, block: ForwardBatch) -> TableRows:
-        cache, count = self._cache, len(block.slots)
+        cache = self._cache
+        count = len(block.slots)
         rows = TableRows(self._tables[:count], self._lengths[:count], cache.read_width * cache.group.page)
-        page, window = cache.group.page, cache.group.window
+        page = cache.group.page
+        window = cache.group.window
         gather_pages(cache.table, block.slots, block.positions, page, window, rows.tables, rows.lengths)
         if self._settings.check is not None:
             self._settings.check(cache.group, rows.tables, block.slots, block.positions, window)
@@ -160,7 +166,9 @@ class ChunkRows(NamedTuple):
 class TrtllmExtend:
     def __init__(self, cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch) -> None:
         check_group(cache.group, settings.heads, scratch.flashinfer.kernels)
-        self._cache, self._settings, self._scratch = cache, settings, scratch
+        self._cache = cache
+        self._settings = settings
+        self._scratch = scratch
 
     def prepare(self, block: ForwardBatch) -> ChunkRows:
         """The chunks' page table rows, zero after their ends, and running sums."""
@@ -168,7 +176,8 @@ class TrtllmExtend:
         slots, _, starts, sizes = block.chunk_list[: len(block.chunks)].T.contiguous()
         lengths = starts + sizes
         query_sums, key_sums = (functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)) for counts in (sizes, lengths))
-        table, page = self._cache.table, self._cache.group.page
+        table = self._cache.table
+        page = self._cache.group.page
         begins = torch.arange(0, table.shape[1] * page, page, device=table.device)
         held = table[slots.long()].masked_fill_(begins >= lengths[:, None], 0)  # pages reserved ahead, or of no sequence
         rows = TableRows(held, lengths, table.shape[1] * page)
@@ -177,7 +186,9 @@ class TrtllmExtend:
         return ChunkRows(rows, query_sums, key_sums, max(chunk.size for chunk in block.chunks))
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: ForwardBatch, plan: ChunkRows, out: Tensor) -> None:
-        cache, tables, scratch = self._cache, plan.rows, self._scratch
+        cache = self._cache
+        tables = plan.rows
+        scratch = self._scratch
         q, pool = normed_queries(cache, self._settings, qkv, layer, norms, block)
         scratch.flashinfer.context(
             **_arguments(scratch, q, pool, tables, cache.group, out.view(q.shape)),

@@ -24,7 +24,8 @@ _BLOCK_BYTES = 16 << 20  # copied at once
 def with_head(geometry: Geometry, tensors: TensorTable, folder: Path) -> Geometry:
     """`geometry`, untied if the folder's head differs from the embedding, whatever config.json says."""
     by_name, _ = headers(folder, tensors, geometry)
-    head, table = by_name.get(HEAD), by_name.get(tensors.published_name("embed_tokens.weight", geometry))
+    head = by_name.get(HEAD)
+    table = by_name.get(tensors.published_name("embed_tokens.weight", geometry))
     if head is None or table is None:
         return geometry
     shape = geometry.vocab, geometry.hidden  # another is refused by `load`
@@ -35,7 +36,8 @@ def with_head(geometry: Geometry, tensors: TensorTable, folder: Path) -> Geometr
 def _are_equal(one: TensorHeader, two: TensorHeader) -> bool:
     step = max(1, _BLOCK_BYTES // (4 * one.shape[1]))
     with opened(one.path) as first, opened(two.path) as second:
-        left, right = first.get_slice(one.name), second.get_slice(two.name)
+        left = first.get_slice(one.name)
+        right = second.get_slice(two.name)
         return all(torch.equal(left[row : row + step], right[row : row + step]) for row in range(0, one.shape[0], step))
 
 
@@ -101,7 +103,9 @@ def _pack(file: Any, header: TensorHeader, piece: Piece, parameters: dict[str, T
 
 def _of_rows(tensor: StoredTensor, scale: Tensor, first: int, stop: int) -> Tensor:
     unit = tensor.block[0]
-    return scale[first // unit : -(-stop // unit)] if unit else scale
+    if unit:
+        return scale[first // unit : -(-stop // unit)]
+    return scale
 
 
 def _check_finite(total: Tensor, header: TensorHeader, first: int, stop: int) -> None:

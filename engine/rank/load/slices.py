@@ -31,11 +31,15 @@ class Cut:
     at: int = 0
 
     def rows(self, shape: tuple[int, ...]) -> range:
-        return range(self.start, self.stop) if self.dim == 0 else range(shape[0])
+        if self.dim == 0:
+            return range(self.start, self.stop)
+        return range(shape[0])
 
     def index(self, first: int, stop: int) -> tuple[slice, ...]:
-        inner = () if self.dim == 0 else (*(slice(None),) * (self.dim - 1), slice(self.start, self.stop))
-        return (slice(first, stop), *inner)
+        rows = slice(first, stop)
+        if self.dim == 0:
+            return (rows,)
+        return (rows, *(slice(None),) * (self.dim - 1), slice(self.start, self.stop))
 
     def target(self, parameter: "Tensor", first: int, stop: int) -> "Tensor":
         if self.dim == 0:
@@ -59,7 +63,9 @@ class Target:
 
     def of(self, parameters: "Mapping[str, Tensor]") -> "Tensor":
         parameter = parameters[self.parameter]
-        return parameter if self.expert is None else parameter[self.expert]
+        if self.expert is None:
+            return parameter
+        return parameter[self.expert]
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,8 @@ class Piece:
         for target, tensor in zip(self.targets, packed, strict=True):
             for cut in target.cuts:
                 held = cut.rows(self.shape)
-                start, stop = max(first, held.start), min(first + len(rows), held.stop)
+                start = max(first, held.start)
+                stop = min(first + len(rows), held.stop)
                 if start < stop:
                     cut.target(target.of(parameters), start, stop).copy_(tensor[cut.index(start - first, stop - first)])
 
@@ -115,7 +122,10 @@ def pieces(
                 for expert in range(axes["experts"]) if "{e}" in rule.name else (None,):
                     name = tensors.published_name(rule.name.format(i=layer.index, e=expert), geometry)
                     path = rule.parameter.format(i=layer.index)
-                    held = weights.format_of(name.removesuffix(".weight")) if rule.kind == "matrix" else PLAIN
+                    if rule.kind == "matrix":
+                        held = weights.format_of(name.removesuffix(".weight"))
+                    else:
+                        held = PLAIN
                     by_name.update((piece.name, piece) for piece in _stored(name, path, rule.kind, shape, cuts, held, expert))
     return by_name
 
@@ -171,7 +181,8 @@ def _cuts(part: Part, shape: tuple[int, ...], geometry: Geometry, layer: Layer, 
         before = geometry.heads // size + (len(heads) if part == "v" else 0)
         return (Cut(0, *(layer.head_dim * head for head in (heads.start, heads.stop, before))),)
     if part == "gate_up":
-        half, share = shape[1] // 2, shape[1] // 2 // size
+        half = shape[1] // 2
+        share = shape[1] // 2 // size
         starts = (rank * share, half + rank * share)
         return tuple(Cut(1, start, start + share, index * share) for index, start in enumerate(starts))
     dim = _EVEN[part]

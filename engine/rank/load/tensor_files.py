@@ -43,7 +43,10 @@ def checked_headers(
     complaints += [f"{by_name[name].name} is unexpected" for name in sorted(live - set(needed))]
     complaints += [why for name in needed if name in by_name and (why := _mismatch(needed[name], by_name[name]))]
     if complaints:
-        advice = "" if live else "; of an encoder that is not there: `language_model_only: true` serves the text without it"
+        if live:
+            advice = ""
+        else:
+            advice = "; of an encoder that is not there: `language_model_only: true` serves the text without it"
         raise CheckpointError(f"{folder}: wrong tensors ({len(complaints)}): {'; '.join(complaints[:_LISTED])}{advice}")
     return {name: by_name[name] for name in needed}
 
@@ -67,7 +70,8 @@ def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Hea
     """Headers by published name, and complaints where index and shards disagree."""
     index = read_index(folder)
     by_name: Headers = {}
-    complaints, names = [], set()
+    complaints = []
+    names = set()
     for path in sorted({folder / name for name in set(index.values())}) if index else [_only_shard(folder)]:
         shard = path.name
         with opened(path, "np") as file:  # nothing is read, and torch is not needed

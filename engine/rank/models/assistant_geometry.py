@@ -30,8 +30,12 @@ def read_assistant(folder: Path, target: Geometry, tp: int = 1) -> AssistantGeom
         raise CheckpointError(f"{path}: model_type {kind!r} is no Gemma 4 assistant")
     with naming(str(path)):
         text = {**config["text_config"], "num_kv_shared_layers": 0}
-        ordered, backbone = config["use_ordered_embeddings"], config["backbone_hidden_size"]
-        centroids = (config["num_centroids"], config["centroid_intermediate_top_k"]) if ordered else (0, 0)
+        ordered = config["use_ordered_embeddings"]
+        backbone = config["backbone_hidden_size"]
+        if ordered:
+            centroids = (config["num_centroids"], config["centroid_intermediate_top_k"])
+        else:
+            centroids = (0, 0)
         shape = parse_config({**config, "model_type": kind.removesuffix(_SUFFIX), "text_config": text}, str(path))
         layers = tuple(replace(layer, kv_source=_source(layer, target, path), drafts=True) for layer in shape.layers)
         fields = {**vars(shape), "prefix": "model.", "layers": layers}

@@ -64,8 +64,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, shard: Shard, width: int) -> None:
         super().__init__()
-        self.pre, self.post = shard.parameter(width), shard.parameter(width)
-        self.up, self.down = ClippedProduct(shard, 4 * width, width), ClippedProduct(shard, width, 4 * width)
+        self.pre = shard.parameter(width)
+        self.post = shard.parameter(width)
+        self.up = ClippedProduct(shard, 4 * width, width)
+        self.down = ClippedProduct(shard, width, 4 * width)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(self.down(functional.silu(self.up(rms_norm(x, self.pre, EPS)))), self.post, EPS)
@@ -77,7 +79,8 @@ class AudioAttention(nn.Module):
     def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
         super().__init__()
         width = geometry.hidden
-        self._shape, self._cap = (-1, geometry.heads, width // geometry.heads), geometry.cap
+        self._shape = (-1, geometry.heads, width // geometry.heads)
+        self._cap = geometry.cap
         self.q, self.k, self.v, self.o = (ClippedProduct(shard, width, width) for _ in range(4))
         self.relative = shard.matrix(width, width)
         self.scale = shard.parameter(width // geometry.heads)
@@ -98,8 +101,10 @@ class Convolution(nn.Module):
     def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
         super().__init__()
         width = geometry.hidden
-        self.pre, self.norm = shard.parameter(width), shard.parameter(width)
-        self.start, self.end = ClippedProduct(shard, 2 * width, width), ClippedProduct(shard, width, width)
+        self.pre = shard.parameter(width)
+        self.norm = shard.parameter(width)
+        self.start = ClippedProduct(shard, 2 * width, width)
+        self.end = ClippedProduct(shard, width, width)
         self.depthwise = shard.parameter(width, 1, geometry.kernel)
 
     def forward(self, x: Tensor, before: Before) -> Tensor:
@@ -114,8 +119,10 @@ class AudioBlock(nn.Module):
     def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
         super().__init__()
         width = geometry.hidden
-        self.first, self.second = FeedForward(shard, width), FeedForward(shard, width)
-        self.attention, self.convolution = AudioAttention(shard, geometry), Convolution(shard, geometry)
+        self.first = FeedForward(shard, width)
+        self.second = FeedForward(shard, width)
+        self.attention = AudioAttention(shard, geometry)
+        self.convolution = Convolution(shard, geometry)
         self.pre_attention, self.post_attention, self.norm = (shard.parameter(width) for _ in range(3))
 
     def forward(self, x: Tensor, distances: Tensor, before: Before) -> Tensor:

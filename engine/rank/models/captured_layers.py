@@ -32,7 +32,8 @@ class CapturedLayers:
     """
 
     def __init__(self, run: RunLayers, count: int, states: Tensor, angles: Tensor, graphs: StageGraphs) -> None:
-        self._graphs, self._states = graphs, states
+        self._graphs = graphs
+        self._states = states
         self._parts = [range(first, min(first + LAYERS, count)) for first in range(0, count, LAYERS)]
         self._rows = Rows(angles[0], angles[1], angles.new_zeros(PICTURES + 1, dtype=torch.int32), SIZES[-1])
         for size in reversed(SIZES):
@@ -47,7 +48,9 @@ class CapturedLayers:
 
     def pieces(self, h: Tensor, x: Tensor, rows: Rows) -> Launches:
         """h [T, hidden] and its normed form x -> h after all layers."""
-        count, pictures, own = len(h), len(rows.starts), self._rows
+        count = len(h)
+        pictures = len(rows.starts)
+        own = self._rows
         size = next(size for size in SIZES if size >= count)
         self._states[0, :count], self._states[1, :count] = h, x
         own.cos[:count], own.sin[:count] = rows.cos, rows.sin

@@ -10,7 +10,9 @@ from engine.rank.models.gemma4_weights import BLOCK_NORMS
 from engine.vision_geometry import PATCH, SIDE, VisionGeometry
 
 _B = "blocks.{i}."
-_T, _L, _E = "vision_tower.", "vision_tower.encoder.layers.{i}.", "vision_embedder."
+_T = "vision_tower."
+_L = "vision_tower.encoder.layers.{i}."
+_E = "vision_embedder."
 _VISION = (
     Rule(f"{_T}patch_embedder.input_proj.weight", "patches", "tower patch"),
     Rule(f"{_T}patch_embedder.position_embedding_table", "positions", "axes positions tower", kind="unpacked"),
@@ -48,7 +50,8 @@ def _vision_sizes(geometry: VisionGeometry, layer: Layer) -> dict[str, int]:
     }
 
 
-_A, _I = "audio_tower.", "audio_tower.layers.{i}."
+_A = "audio_tower."
+_I = "audio_tower.layers.{i}."
 _PRODUCTS = {
     **{f"self_attn.{name}_proj": (f"attention.{name}", "tower tower") for name in "qkv"},
     "self_attn.post": ("attention.o", "tower tower"),

@@ -73,10 +73,15 @@ class Attention(nn.Module):
 
     def __init__(self, shard: Shard, layer: Layer) -> None:
         super().__init__()
-        self.layer, geometry, parallel = layer, shard.geometry, shard.parallel
+        self.layer = layer
+        geometry = shard.geometry
+        parallel = shard.parallel
         heads = geometry.heads // parallel.size
         kv_heads = len(shard_kv_heads(geometry.heads, layer.kv_heads, parallel.size, parallel.rank))
-        kv_projections = (2 - layer.k_eq_v) if layer.owns_kv else 0
+        if layer.owns_kv:
+            kv_projections = 2 - layer.k_eq_v
+        else:
+            kv_projections = 0
         self.qkv = shard.matrix((heads + kv_projections * kv_heads) * layer.head_dim, geometry.hidden)
         self.o = shard.matrix(geometry.hidden, heads * layer.head_dim)
         self.q_norm = shard.parameter(layer.head_dim)
@@ -105,7 +110,8 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, shard: Shard, layer: Layer) -> None:
         super().__init__()
-        self._index, geometry = layer.index, shard.geometry
+        self._index = layer.index
+        geometry = shard.geometry
         self.attention = Attention(shard, layer)
         self.mlp = Mlp(shard, layer.intermediate)
         norms = list(BLOCK_NORMS.values())
@@ -130,7 +136,8 @@ class Block(nn.Module):
         rows = step.batch.logit_rows
         assert rows is not None
         _, x = step.exchange.norm(h, None, Norms(None, self.norms["pre_attention"]))
-        queries, step = self.attention.store(x, step)[rows], step.of_rows(rows)
+        queries = self.attention.store(x, step)[rows]
+        step = step.of_rows(rows)
         if not len(rows):
             return h[rows], h[rows], step
         return *self._behind_attention(self.attention.attend(queries, step), h[rows], next_norm, step), step
@@ -185,18 +192,22 @@ class Embedding(nn.Module):
 
         soft: replace scaled rows; their per-layer embeddings are pad's.
         """
-        geometry, ple, scale = self._geometry, None, self.scale
+        geometry = self._geometry
+        ple = None
+        scale = self.scale
         rows = self.tokens(ids)
         if geometry.ple:
             ple = self.ple_tokens(ids)
             if self._parallel.size > 1:  # one collective for both
                 rows, ple = self._parallel.all_reduce(torch.cat([rows, ple], 1)).split([rows.shape[1], ple.shape[1]], 1)
         if soft is not None:
-            rows, scale = torch.cat([rows * scale, rows[:1]]), 1.0
+            rows = torch.cat([rows * scale, rows[:1]])
+            scale = 1.0
             summed = ple is not None or self._parallel.rank == 0  # in a sum over ranks that is to come the first has all of them
             rows[soft.rows] = soft.values if summed else torch.zeros_like(soft.values)
             rows = rows[:-1]
-        norms, rows = next_norm.after(None), rows.contiguous()
+        norms = next_norm.after(None)
+        rows = rows.contiguous()
         if ple is None:
             h, x = exchange.sum_norm(rows, None, norms, scale=scale)
             return h, x, None
@@ -218,7 +229,9 @@ class Gemma4(Model):
 
     @property
     def head(self) -> VocabTable:
-        return self.embedding.tokens if self.own_head is None else self.own_head
+        if self.own_head is None:
+            return self.embedding.tokens
+        return self.own_head
 
     def embed(self, ids: Tensor, exchange: Exchange) -> Tensor:
         _, x = exchange.sum_norm(self.embedding.tokens(ids), None, Norms(None, None), scale=self.embedding.scale)

@@ -33,7 +33,10 @@ def _drafter(config: EngineConfig) -> Checkpoint | None:
 
 def _encoder(folder: Path, shape: MediaGeometry) -> Checkpoint:
     if isinstance(shape, VisionGeometry):
-        model = "vision:VisionEmbedder" if shape.unified else "vision:Tower"
+        if shape.unified:
+            model = "vision:VisionEmbedder"
+        else:
+            model = "vision:Tower"
     else:
         model = "audio:AudioEncoder" if shape.unified else "audio:AudioTower"
     loader = f"{_MODELS}.clipped:load_encoder"

@@ -14,7 +14,8 @@ BLOCK_NORMS = {  # of a block, by its own names: drafters and towers have the sa
     "pre_feedforward_layernorm": "pre_mlp",
     "post_feedforward_layernorm": "post_mlp",
 }
-_I, _B = "layers.{i}.", "blocks.{i}."
+_I = "layers.{i}."
+_B = "blocks.{i}."
 
 
 def block_rules(layer: str) -> tuple[Rule, ...]:
@@ -86,7 +87,9 @@ def _published_name(name: str, geometry: Geometry) -> str:
     if _is_of_tower(name):
         return name
     rest = name.removeprefix(next(prefix for prefix in _PREFIXES if name.startswith(prefix)))
-    return rest if rest == HEAD else geometry.prefix + rest
+    if rest == HEAD:
+        return rest
+    return geometry.prefix + rest
 
 
 def _is_of_tower(name: str) -> bool:

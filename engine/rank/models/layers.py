@@ -50,8 +50,10 @@ class Mlp(nn.Module):
 
     def __init__(self, shard: Shard, width: int) -> None:
         super().__init__()
-        hidden, share = shard.geometry.hidden, width // shard.parallel.size
-        self.gate_up, self.down = shard.matrix(2 * share, hidden), shard.matrix(hidden, share)
+        hidden = shard.geometry.hidden
+        share = width // shard.parallel.size
+        self.gate_up = shard.matrix(2 * share, hidden)
+        self.down = shard.matrix(hidden, share)
 
     def forward(self, x: Rows, exchange: Exchange) -> Part:
         return exchange.row_parallel(self.down, exchange.gated(self.gate_up, x, self.down))
@@ -67,7 +69,9 @@ class Router(nn.Module):
 
     def __init__(self, shard: Shard, moe: Moe) -> None:
         super().__init__()
-        self._top_k, self._eps, hidden = moe.top_k, shard.geometry.eps, shard.geometry.hidden
+        self._top_k = moe.top_k
+        self._eps = shard.geometry.eps
+        hidden = shard.geometry.hidden
         self.proj = shard.parameter(moe.experts, hidden, dtype=torch.float32)
         self.scale = shard.parameter(hidden, dtype=torch.float32)
         self.per_expert_scale = shard.parameter(moe.experts, dtype=torch.float32)
@@ -96,7 +100,8 @@ class Experts(nn.Module):
 
     def __init__(self, shard: Shard, moe: Moe) -> None:
         super().__init__()
-        hidden, share = shard.geometry.hidden, moe.intermediate // shard.parallel.size
+        hidden = shard.geometry.hidden
+        share = moe.intermediate // shard.parallel.size
         self.gate_up = shard.matrix(moe.experts, 2 * share, hidden)
         self.down = shard.matrix(moe.experts, hidden, share)
 

@@ -44,7 +44,9 @@ class VisionEncoder(MediaEncoder):
     geometry: VisionGeometry
 
     def inputs(self, data: Tensor) -> list[Tensor]:
-        return [data] if data.dim() == 3 else list(data)
+        if data.dim() == 3:
+            return [data]
+        return list(data)
 
     def rows(self, one: Tensor) -> int:
         return one.shape[0] * one.shape[1] // SIDE**2
@@ -56,13 +58,16 @@ class VisionEncoder(MediaEncoder):
 class VisionBlock(nn.Module):
     def __init__(self, shard: Shard, layer: Layer) -> None:
         super().__init__()
-        hidden, self._eps, self._head_dim = shard.geometry.hidden, shard.geometry.eps, layer.head_dim
+        hidden = shard.geometry.hidden
+        self._eps = shard.geometry.eps
+        self._head_dim = layer.head_dim
         heads = shard.geometry.heads * layer.head_dim
         self.q, self.k, self.v = (ClippedProduct(shard, heads, hidden) for _ in range(3))
         self.o = ClippedProduct(shard, hidden, heads)
         self.gate, self.up = (ClippedProduct(shard, layer.intermediate, hidden) for _ in range(2))
         self.down = ClippedProduct(shard, hidden, layer.intermediate)
-        self.q_norm, self.k_norm = shard.parameter(layer.head_dim), shard.parameter(layer.head_dim)
+        self.q_norm = shard.parameter(layer.head_dim)
+        self.k_norm = shard.parameter(layer.head_dim)
         self.norms = shard.norms(BLOCK_NORMS.values())
 
     def forward(self, h: Tensor, x: Tensor, next_norm: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -141,7 +146,8 @@ class Tower(VisionEncoder):
 class Affine(nn.Module):
     def __init__(self, shard: Shard, *shape: int) -> None:
         super().__init__()
-        self.weight, self.bias = shard.parameter(*shape), shard.parameter(shape[0])
+        self.weight = shard.parameter(*shape)
+        self.bias = shard.parameter(shape[0])
 
     def norm(self, x: Tensor) -> Tensor:
         return functional.layer_norm(x, self.weight.shape, self.weight, self.bias)
@@ -153,7 +159,8 @@ class Affine(nn.Module):
 class VisionEmbedder(VisionEncoder):
     def __init__(self, geometry: VisionGeometry, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, dtype, device)
-        hidden, cell = geometry.hidden, 3 * SIDE**2
+        hidden = geometry.hidden
+        cell = 3 * SIDE**2
         self.patch_norm, self.dense, self.dense_norm = Affine(self, cell), Affine(self, hidden, cell), Affine(self, hidden)
         self.positions, self.position_norm = self.parameter(geometry.positions, 2, hidden), Affine(self, hidden)
 

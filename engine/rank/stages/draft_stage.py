@@ -27,9 +27,15 @@ class DraftStage:
     def __init__(
         self, drafter: Assistant, count: int, attention: AttentionBackend, inputs: StepBuffers, sampling: SampleStage
     ) -> None:
-        self._drafter, self._attention, self._inputs = drafter, attention, inputs
-        self._target, self._sampler, self._slots, self._inboxes = sampling.model, sampling.sampler, sampling.slots, sampling.inboxes
-        rows, device = inputs.shapes.sequences[-1], self._slots.device
+        self._drafter = drafter
+        self._attention = attention
+        self._inputs = inputs
+        self._target = sampling.model
+        self._sampler = sampling.sampler
+        self._slots = sampling.slots
+        self._inboxes = sampling.inboxes
+        rows = inputs.shapes.sequences[-1]
+        device = self._slots.device
         ids, of_slots, *positions = torch.zeros((3 + count, rows), dtype=torch.int32, device=device)
         hidden = ids.new_zeros((rows, self._target.geometry.hidden), dtype=self._target.dtype)
         self._rows = DraftInputs(ids, of_slots, torch.stack(positions), hidden)
@@ -39,7 +45,8 @@ class DraftStage:
     def accept(self, batch: ForwardBatch, chosen: Tensor, hidden: Tensor, *, adjusted: bool) -> Tensor:
         """Accepted tokens of each sequence, int32 [sequences, padded]; lengths advance. chosen: int32 [rows, 2]; hidden: final
         rows."""
-        width, slots = batch.width, self._slots
+        width = batch.width
+        slots = self._slots
         rows = self._first_rows(self._inputs.shapes.sequences_of(len(chosen) // width))
         verified = Verified(chosen, batch.ids, batch.slots, batch.positions, hidden, width)
         accepted = accept(verified, slots.parameters.stop, slots.lengths, slots.padding, rows)
@@ -51,12 +58,14 @@ class DraftStage:
 
     def draft(self, sequences: int, count: int) -> None:
         """Draft `count` tokens after each sequence's last accepted one. Capturable."""
-        rows, drafter = self._first_rows(sequences), self._drafter
+        rows = self._first_rows(sequences)
+        drafter = self._drafter
         peers, inbox = inboxes_of(self._inboxes, sequences)
         batch = self._inputs.drafting(rows.slots, rows.positions[0], rows.positions[1])
         exchange = exchange_over(peers, drafter.parallel, drafter.geometry.eps)
         step = LayerStep(batch, self._attention, self._attention.prepare(batch), exchange, None)
-        ids, hidden = rows.ids, rows.hidden
+        ids = rows.ids
+        hidden = rows.hidden
         for index in range(count):
             final = drafter(self._target.embed(ids, exchange), hidden, step)
             drafts = self._sampler.batch(rows.slots, rows.positions[1 + index], self._greedy, self._slots.tokens)

@@ -52,10 +52,13 @@ class EncodeStage:
     """host: bytes of outputs cached on the host."""
 
     def __init__(self, encoders: Mapping[MediaKind, MediaEncoder], device: torch.device, parallel: Parallel, host: int) -> None:
-        self._encoders, self._device, self._parallel = encoders, device, parallel
+        self._encoders = encoders
+        self._device = device
+        self._parallel = parallel
         self._slot_items = defaultdict[int, list[EncodedItem]](list)
         self._cache = OutputCache(device, ENCODER_CACHE_BYTES, host)
-        self._stopwatch, self._counts = Stopwatch(device), Counter[str]()
+        self._stopwatch = Stopwatch(device)
+        self._counts = Counter[str]()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))  # weights were written there
@@ -98,11 +101,15 @@ class EncodeStage:
     def encode(self, slots: Sequence[int], media: MediaReader) -> None:
         """Begin the encodes of a plan, whose items are next in `media`. slots: of each item."""
         self._gather()
-        self._media, items = media, media.items()
+        self._media = media
+        items = media.items()
         asked = {_key(item): item for item in items}
         data = {}
         for key, item in asked.items():
-            dtype = torch.float32 if item.kind == "audio" else torch.uint8
+            if item.kind == "audio":
+                dtype = torch.float32
+            else:
+                dtype = torch.uint8
             data[key] = torch.empty(item.shape, dtype=dtype, pin_memory=self._stream is not None)
         media.read_into(data[_key(item)].flatten().view(torch.uint8).numpy().data for item in items)
         self._outputs = {key: output for key in asked if (output := self._cache.take(key)) is not None}
@@ -157,14 +164,17 @@ class EncodeStage:
             self._cache.put(key, output)
         for encoded in self._items:
             encoded.output = self._outputs[_key(encoded.item)]
-        self._items, self._outputs, self._shares = [], {}, []
+        self._items = []
+        self._outputs = {}
+        self._shares = []
 
     def soft_tokens(self, chunks: Sequence[Chunk]) -> SoftTokens | None:
         """Drops items that end in a chunk."""
         reached = [(chunk, item) for chunk in chunks for item in self._slot_items[chunk.slot] if item.positions[0] < chunk.end]
         if any(encoded.output is None for _, encoded in reached):
             self._gather()
-        places, rows = [], []
+        places = []
+        rows = []
         for chunk, encoded in reached:
             first, last = np.searchsorted(encoded.positions, (chunk.start, chunk.end)).tolist()
             places.append(encoded.positions[first:last] + (chunk.offset - chunk.start))
@@ -187,7 +197,9 @@ class EncodeStage:
         return EncodeShare(encoder, items, own_inputs, counts)
 
     def _gathered_rows(self, share: EncodeShare) -> Tensor:
-        encoder, counts, width = share.encoder, share.counts, share.encoder.out.shape[0]
+        encoder = share.encoder
+        counts = share.counts
+        width = share.encoder.out.shape[0]
         for part in share.parts if self._stream is not None else ():
             part.record_stream(torch.cuda.current_stream(self._device))  # made by encoders, and read here
         if len(counts) == 1:
@@ -205,7 +217,8 @@ def batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Te
     for one in inputs:
         if batch and rows + encoder.rows(one) > ENCODER_ROWS:
             yield batch
-            batch, rows = [], 0
+            batch = []
+            rows = 0
         batch.append(one)
         rows += encoder.rows(one)
     if batch:

@@ -48,7 +48,9 @@ class Launched:
     @property
     def idle_us(self) -> int:
         """Device idle time before the step; 0 if unknown."""
-        return 0 if self.before is None else elapsed_us(self.before, self.start)
+        if self.before is None:
+            return 0
+        return elapsed_us(self.before, self.start)
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Waits for the step."""
@@ -58,13 +60,16 @@ class Launched:
     def result(self) -> bytes:
         """Wait for the step; its StepResult's bytes. RuntimeError: a peer's part of a sum did not come. PageViolation
         (`debug_pages`)."""
-        host, pages, ended = self.outputs(), self.stage.pages, self.stage.encodes.ended
+        host = self.outputs()
+        pages = self.stage.pages
+        ended = self.stage.encodes.ended
         if pages is not None:
             pages.verify(self.step, host["violations"])
         tokens, flags = host["chosen"].T
         if (flags & ROW_ERROR).any():
             raise RuntimeError(f"step {self.step}: another rank's part of an all-reduce did not come in time")
-        rows, width = self.rows, self.rows.width
+        rows = self.rows
+        width = self.rows.width
         first = flags[::width]
         table = np.empty((len(first), RESULT_HEAD + width), np.int32)
         nan, empty = ((first & flag) != 0 for flag in (ROW_HAS_NAN, ROW_NO_TOKEN))
@@ -80,7 +85,8 @@ class Launched:
     def fold(self) -> None:
         """Add this step to the state hash: a chained checksum of (plan | masks | tokens and flags | with debug_hash the last
         hidden rows), equal on all ranks and in a replay."""
-        host, value = self.outputs(), self.stage.state_hash
+        host = self.outputs()
+        value = self.stage.state_hash
         for given in self.hashed:
             value = checksum(given, value)
         for name in ("chosen", "hidden"):
@@ -109,7 +115,10 @@ class ReportStage:
     def __init__(
         self, rows: int, device: torch.device, pages: PageCheck | None, encodes: EncodeStage, *, debug_hash: bool
     ) -> None:
-        self._device, self.pages, self.encodes, self.debug_hash = device, pages, encodes, debug_hash
+        self._device = device
+        self.pages = pages
+        self.encodes = encodes
+        self.debug_hash = debug_hash
         self.state_hash = 0
         self._host = staging(device, rows, 2)
         self.last_end: DeviceEvent | None = None  # of the step started last

@@ -33,7 +33,9 @@ def captured_sampler(rows: ResultRows) -> str | None:
     if rows.filtered or rows.reported:
         return None
     name = "small_top_k" if rows.small_top_k else "argmax"
-    return f"adjusted_{name}" if rows.adjusted else name
+    if rows.adjusted:
+        return f"adjusted_{name}"
+    return name
 
 
 @dataclass
@@ -57,7 +59,8 @@ class SampleStage:
         rows = np.concatenate([part.chunk.offset + np.arange(part.count) for part in scored])
         index = uploaded(torch.from_numpy(rows), tokens.device)
         ids = tokens[batch.slots[index].long(), batch.positions[index].long() + 1].long()
-        most, reports = max(part.scoring.alternatives for part in scored), []
+        most = max(part.scoring.alternatives for part in scored)
+        reports = []
         size = max(1, PIECE_LOGITS // len(self.slots.adjustments.ids))
         for piece, of_piece in zip(index.split(size), ids.split(size), strict=True):
             reports.append(self.sampler.token_logprobs(self.model.head.logits(hidden[piece]), of_piece, most))
