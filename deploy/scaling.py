@@ -74,7 +74,9 @@ class Demand:
     def _slow_ttft(self) -> float:
         self._drop_old()
         recent = sorted(ttft for _, ttft in self._ttfts)
-        return recent[math.ceil(_WORST * len(recent)) - 1] if recent else 0.0
+        if recent:
+            return recent[math.ceil(_WORST * len(recent)) - 1]
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,10 @@ class Scaling:
     def __post_init__(self) -> None:
         for target in fields(self):
             value = getattr(self, target.name)
-            ceiling = _MOST_TOKENS if target.name == "waiting_tokens" else 1.0
+            if target.name == "waiting_tokens":
+                ceiling = _MOST_TOKENS
+            else:
+                ceiling = 1.0
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= ceiling:
                 raise ValueError(f"policy_kwargs.{target.name}: {value!r} is not a number in (0, {ceiling:g}]")
 

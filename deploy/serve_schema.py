@@ -29,7 +29,10 @@ def check_schema(config: ServeConfig, source: str) -> None:
     except ValidationError as error:
         errors = []
         for detail in error.errors(include_url=False):
-            complaint = "unknown key, which Serve would ignore" if detail["type"] == "extra_forbidden" else detail["msg"]
+            if detail["type"] == "extra_forbidden":
+                complaint = "unknown key, which Serve would ignore"
+            else:
+                complaint = detail["msg"]
             errors.append(f"{prefix}{'.'.join(map(str, detail['loc'])) or 'all'}: {complaint}")
         raise ConfigError(f"{source}: {'; '.join(errors)}") from error
     except (AttributeError, ImportError, TypeError, ValueError) as error:

@@ -129,7 +129,9 @@ class Settings(EngineSettings, kw_only=True):
 
     @property
     def template(self) -> Path | None:
-        return Path(self.chat_template) if self.chat_template else None
+        if self.chat_template:
+            return Path(self.chat_template)
+        return None
 
     @property
     def capacity(self) -> int:
@@ -138,7 +140,9 @@ class Settings(EngineSettings, kw_only=True):
 
     @property
     def queue_tokens(self) -> int:
-        return 32 * self.max_len if self.max_queue_tokens is None else self.max_queue_tokens
+        if self.max_queue_tokens is None:
+            return 32 * self.max_len
+        return self.max_queue_tokens
 
     @property
     def needs_gpus(self) -> bool:
@@ -167,7 +171,10 @@ def _read(kind: type[Struct], given: Any, path: str, wrong: list[str]) -> Struct
     values = {}
     for field in msgspec.structs.fields(kind):
         key = f"{path}.{field.name}" if path else field.name
-        inner = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
+        if get_origin(field.type) is Annotated:
+            inner = get_args(field.type)[0]
+        else:
+            inner = field.type
         if field.name not in given:
             wrong += [f"{key}: is required"] if field.required else []
         elif isinstance(inner, type) and issubclass(inner, msgspec.Struct):
@@ -176,7 +183,9 @@ def _read(kind: type[Struct], given: Any, path: str, wrong: list[str]) -> Struct
             values[field.name] = _value(field.type, given[field.name], key, wrong)
     wrong += [f"{path}.{key}: unknown setting (docs/settings.md)".lstrip(".") for key in given if key not in kind.__struct_fields__]
     try:
-        return kind(**values) if len(wrong) == before else None
+        if len(wrong) == before:
+            return kind(**values)
+        return None
     except ValueError as error:
         wrong.append(f"{path}: {error}")
         return None

@@ -41,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
     rows = [(finding.state, finding.name, " -> ".join(filter(None, (finding.found, finding.advice)))) for finding in findings]
     value = {**counts, "fine": fine, "findings": [asdict(finding) for finding in findings]}
     emit(args, value, [Table(("", "", ""), rows), summary])
-    return OK if fine else NO
+    if fine:
+        return OK
+    return NO
 
 
 def architecture(text: str) -> ComputeCapability:
@@ -62,7 +64,10 @@ def look(path: Path | None, other: ComputeCapability | None, *, kernels: bool, o
         raise ConfigError("--offline needs a config: it says which model a start would fetch")
     capability = probe()
     config = read_config(path) if path else {}
-    settings = read_settings(config, str(path)) if path else Settings(model="any")
+    if path:
+        settings = read_settings(config, str(path))
+    else:
+        settings = Settings(model="any")
     yield from checks.software()
     yield from checks.devices(capability)
     yield checks.compiler(capability)

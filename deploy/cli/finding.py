@@ -19,4 +19,6 @@ Findings = Iterator[Finding]
 
 
 def checked(name: str, good: bool, detail: str, advice: str, bad: State = "warn") -> Finding:
-    return Finding(name, "ok", detail) if good else Finding(name, bad, detail, advice)
+    if good:
+        return Finding(name, "ok", detail)
+    return Finding(name, bad, detail, advice)

@@ -63,8 +63,14 @@ def _append(path: Path, line: str) -> None:
     """Append in one write: readers see the file before or after, and concurrent entries both stay."""
     if path.exists() and not path.is_file():  # a pipe, say, whose other end would be waited for
         raise ConfigError(f"--append: {path} is no file")
-    text = read(KeySettings(file=str(path))) if path.exists() else ""
-    added = f"{line}\n" if text.endswith("\n") or not text else f"\n{line}\n"
+    if path.exists():
+        text = read(KeySettings(file=str(path)))
+    else:
+        text = ""
+    if text.endswith("\n") or not text:
+        added = f"{line}\n"
+    else:
+        added = f"\n{line}\n"
     parse(text + added)
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "wb", 0) as file:

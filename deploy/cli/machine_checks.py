@@ -74,11 +74,17 @@ def devices(node: Capability) -> Findings:
 
 
 def compiler(node: Capability) -> Finding:
-    choices = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    if os.environ.get("CC"):
+        choices = [os.environ["CC"]]
+    else:
+        choices = ["gcc", "clang"]
     found = next(filter(None, map(shutil.which, choices)), None)
     header = Path(sysconfig.get_path("include"), "Python.h")
     lacking = [*([] if found else [" or ".join(choices)]), *([] if header.is_file() else [str(header)])]
-    detail = f"{found} with {header}" if not lacking else f"there is no {' and no '.join(lacking)}"
+    if not lacking:
+        detail = f"{found} with {header}"
+    else:
+        detail = f"there is no {' and no '.join(lacking)}"
     advice = "Triton compiles its launchers with it at a replica's start: apt-get install gcc libc6-dev python3-dev"
     return checked("c compiler", not lacking, detail, advice, "fail" if node.gpus else "warn")
 
@@ -137,7 +143,10 @@ def links(indices: list[int]) -> Finding:
     if unreadable:
         return Finding("nvlink", "fail", f"no peer access between {unreadable}", "symmetric memory needs it: choose others")
     all_linked = f"all {len(pairs)} pairs are linked: symmetric memory can carry the sums"
-    detail = f"no NVLink between {unlinked}" if unlinked else all_linked
+    if unlinked:
+        detail = f"no NVLink between {unlinked}"
+    else:
+        detail = all_linked
     return checked("nvlink", not unlinked, detail, "sums go over PCIe: correct, and slow")
 
 
@@ -190,7 +199,10 @@ def hub() -> Findings:
     """Does not show the token."""
     from huggingface_hub import constants, get_token
 
-    source = "offline: only what is in the cache" if constants.HF_HUB_OFFLINE else "downloads allowed"
+    if constants.HF_HUB_OFFLINE:
+        source = "offline: only what is in the cache"
+    else:
+        source = "downloads allowed"
     yield Finding("hub", "ok", f"{source}, {'a token is set' if get_token() else 'no token'}")
     folder = Path(constants.HF_HUB_CACHE)
     free = _free(folder)

@@ -17,7 +17,10 @@ def offline(settings: Settings, node: Capability) -> Findings:
         yield model("mtp.model", settings.mtp.model, None)
     cubins = node.flashinfer.cubins
     fetches = settings.flashinfer_download and cubins is None
-    found = f"kernels in {cubins}" if cubins else "no kernels on disk, and none are fetched (flashinfer_download: false)"
+    if cubins:
+        found = f"kernels in {cubins}"
+    else:
+        found = "no kernels on disk, and none are fetched (flashinfer_download: false)"
     if fetches:
         found = "flashinfer_download: true, and kernels are missing on disk"
     advice = "pip install flashinfer-cubin of FlashInfer's version, where there is a network, or set flashinfer_download: false"

@@ -39,7 +39,10 @@ def command(
 
 def emit(args: argparse.Namespace, value: Any, parts: Iterable[Part]) -> None:
     """Write `value` as JSON with --json, else `parts` as text. ConfigError: stdout failed."""
-    text = json.dumps(value, indent=2) if args.json else "\n".join(plain(parts))
+    if args.json:
+        text = json.dumps(value, indent=2)
+    else:
+        text = "\n".join(plain(parts))
     try:
         print(text, flush=True)
     except OSError as error:
@@ -58,7 +61,10 @@ def plain(parts: Iterable[Part]) -> Iterator[str]:
 
 def _columns(table: Table) -> Iterator[str]:
     heads = tuple(name.removeprefix(">") for name in table.columns)
-    rows = [heads, *table.rows] if any(heads) else list(table.rows)
+    if any(heads):
+        rows = [heads, *table.rows]
+    else:
+        rows = list(table.rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = zip(row, widths, table.columns, strict=True)
@@ -66,4 +72,6 @@ def _columns(table: Table) -> Iterator[str]:
 
 
 def gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+    if size >= 2**30:
+        return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**20:.2f} MiB"

@@ -77,10 +77,14 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None and args.model is None:
         plans = [report(settings_from(each), each) for each in member_questions(args)]
         emit(args, {"members": plans}, member_parts(plans))
-        return OK if any(plan["fits"] for plan in plans) else NO
+        if any(plan["fits"] for plan in plans):
+            return OK
+        return NO
     plan = report(settings_from(args), args)
     emit(args, plan, parts(plan))
-    return OK if plan["fits"] else NO
+    if plan["fits"]:
+        return OK
+    return NO
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
@@ -192,8 +196,14 @@ def member_counts(plan: Plan, lengths: Sequence[int]) -> Iterator[str]:
 
 
 def parts(report: Plan) -> Iterator[Part]:
-    where = "on the CPU" if report["device"] == "cpu" else f"on GPUs of {gib(report['gpu_memory'])}"
-    stored = "" if report["kv_dtype"] == "auto" else f", KV in {report['kv_dtype']}"
+    if report["device"] == "cpu":
+        where = "on the CPU"
+    else:
+        where = f"on GPUs of {gib(report['gpu_memory'])}"
+    if report["kv_dtype"] == "auto":
+        stored = ""
+    else:
+        stored = f", KV in {report['kv_dtype']}"
     numbers = f"{report['parameters'] / 1e9:.3f} B parameters of text, tp {report['tp']}, {report['dtype']}{stored}"
     yield f"{report['model']}: {numbers}, {where}"
     yield f"weights per rank  {gib(report['weights_per_rank'])}, {report['weights']}"

@@ -100,5 +100,8 @@ def _say(line: str) -> None:
 def _ready_line(launch: Launch) -> str:
     settings = launch.settings
     body = f'{{"model": "{settings.name}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    key = "-H 'authorization: Bearer KEY' " if settings.keys.needed else ""
+    if settings.keys.needed:
+        key = "-H 'authorization: Bearer KEY' "
+    else:
+        key = ""
     return f"ready. Try: curl -N {launch.url}/v1/chat/completions {key}-H 'content-type: application/json' -d '{body}'"

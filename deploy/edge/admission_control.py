@@ -94,7 +94,8 @@ class AdmissionControl:
     def _last_of_greediest(self, client: str, choices: int) -> "AdmissionTicket | None":
         """The last waiting ticket of the client with most waiting choices, if more than `client`
         would have."""
-        waiting, held = self._waiting(), Counter[str]()
+        waiting = self._waiting()
+        held = Counter[str]()
         for ticket in waiting:
             held[ticket.client] += ticket.choices
         greediest = max(held, key=held.__getitem__, default=client)
@@ -109,7 +110,9 @@ class AdmissionControl:
             return f"{waiting} tokens of prompts are waiting already; please try again shortly."
         if media and held and held + media > self.bytes:
             return f"{held} bytes of images and videos are waiting already; please try again shortly."
-        return FULL if self.taken + choices > self.choices else None
+        if self.taken + choices > self.choices:
+            return FULL
+        return None
 
     def _claim(self, choices: int, answers: int) -> None:
         """Negative numbers give back. Overloaded: too many answers."""
@@ -181,7 +184,8 @@ class AdmissionTicket:
         self._reserved = 0
 
     def give_way(self) -> None:
-        refuse, self._refuse = self._refuse, None
+        refuse = self._refuse
+        self._refuse = None
         assert refuse is not None
         refuse()
 

@@ -116,7 +116,9 @@ WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - addresses of all interfaces, compa
 
 
 def url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    if ":" in host:
+        return f"[{host}]"
+    return host
 
 
 def guard_limits(limits: LimitSettings, host: str, *, keys: bool = False) -> str:

@@ -230,7 +230,9 @@ def _add_health(app: FastAPI, service: Service) -> None:
     @app.head("/health/live", include_in_schema=False)
     @app.get("/health/live")
     async def live() -> Response:
-        return JsonResponse({"status": "live"}) if service.engine.dead is None else JsonResponse({"status": "dead"}, 503)
+        if service.engine.dead is None:
+            return JsonResponse({"status": "live"})
+        return JsonResponse({"status": "dead"}, 503)
 
     @app.head("/health", include_in_schema=False)
     @app.head("/health/ready", include_in_schema=False)

@@ -33,7 +33,9 @@ def media_kinds(encoders: MediaGeometries, text: TextProcessor) -> frozenset[Med
 def audio_row_samples(encoders: MediaGeometries) -> int:
     """0 for log-mel frames."""
     audio = encoders.get("audio")
-    return audio.features if isinstance(audio, AudioGeometry) and audio.unified else 0
+    if isinstance(audio, AudioGeometry) and audio.unified:
+        return audio.features
+    return 0
 
 
 class ServiceSettings(FrozenStruct):

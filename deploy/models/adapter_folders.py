@@ -6,7 +6,8 @@ from deploy.models.nano import POLITE, polite
 from deploy.models.resolve import HUB_ID
 from engine.errors import ConfigError
 
-_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG = "adapter_config.json"
+_TENSORS = "adapter_model.safetensors"
 
 
 def adapter_folder(name: str, given: str) -> Path:

@@ -36,7 +36,9 @@ def folder_here(model: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(model, "config.json", revision=revision)
-    return Path(cached).parent if isinstance(cached, str) else None
+    if isinstance(cached, str):
+        return Path(cached).parent
+    return None
 
 
 def is_here(model: str, revision: str | None = None, *files: str) -> bool:

@@ -33,7 +33,10 @@ class AdmissionBudget:
         if not self._running:
             return True
         for pool, promised in self._promised.items():
-            cached = hit.full if pool.group.window is None else hit.tail
+            if pool.group.window is None:
+                cached = hit.full
+            else:
+                cached = hit.tail
             need = pool.group.worst_pages(len(sequence.tokens) + 1) - len(cached)
             left = pool.available - promised - self._running - need
             if left < 0 or (left < len(cached) and pool.idle_in(cached) > left):
@@ -80,7 +83,9 @@ class Admissions:
 
     def candidates(self) -> list[Sequence]:
         free = self._requests.free_slots
-        return self._requests.waiting[: len(free) + _LOOKAHEAD] if free else []
+        if free:
+            return self._requests.waiting[: len(free) + _LOOKAHEAD]
+        return []
 
     def admit(self) -> Iterator[Sequence]:
         """Yields each admitted sequence, which then starts."""

@@ -66,7 +66,8 @@ class Allocator:
     def release(self, sequence: Sequence, plan: StepPlan) -> None:
         """Free the pages that no position from the start of `committed`'s page on sees."""
         for run in sequence.pages.runs:
-            pool, first = run.pool, run.first
+            pool = run.pool
+            first = run.first
             dropped = run.drop_before(first_page(pool.group, sequence.committed))
             if dropped:
                 pool.give(dropped)
@@ -87,7 +88,9 @@ class Allocator:
         if sequence.pages.not_finite:
             return 0
         written = max(sequence.planned, sequence.pages.dropped)
-        return sequence.committed // self.page if written > sequence.committed else run.end
+        if written > sequence.committed:
+            return sequence.committed // self.page
+        return run.end
 
     # -- prefixes
 
@@ -179,4 +182,6 @@ def turn_ends(sequence: Sequence, page: int) -> set[int]:
     one."""
     tokens = np.frombuffer(sequence.tokens, np.int32, sequence.prompt)
     ends = np.flatnonzero(np.isin(tokens, tuple(sequence.params.stop_ids))) + 1
-    return {int(ends[0]) // page, int(ends[-2]) // page} if len(ends) > 1 else set()
+    if len(ends) > 1:
+        return {int(ends[0]) // page, int(ends[-2]) // page}
+    return set()

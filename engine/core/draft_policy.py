@@ -72,7 +72,8 @@ class DraftPolicy:
     empty if unknown."""
 
     def __init__(self, options: Sequence[int], sizes: Sequence[int], times: Sequence[Points], token_ms: float = 0.0) -> None:
-        self._options, self._sizes = options, sizes
+        self._options = options
+        self._sizes = sizes
         self._times = times or [((1, 1.0),)] * len(options)
         self._token_ms = token_ms
         self._by_rows: dict[int, RowTimes] = {}
@@ -98,9 +99,13 @@ class DraftPolicy:
         length does not flip."""
         if len(self._options) > 1:
             size = bisect_left(self._sizes, rows)
-            self._fewer = self._fewer + 1 if size < self._size else 0
+            if size < self._size:
+                self._fewer = self._fewer + 1
+            else:
+                self._fewer = 0
             if size > self._size or self._fewer > REVIEW_INTERVAL:
-                self._size, self._fewer = size, 0
+                self._size = size
+                self._fewer = 0
             self.drafts = self._options[self._rows(self._size).chosen]
         return self.drafts, self._size
 

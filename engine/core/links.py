@@ -45,7 +45,9 @@ class RingExecutor:
 
     def poll(self) -> StepResult | None:
         record = self._results.poll()
-        return None if record is None else decode_result(record[1])
+        if record is None:
+            return None
+        return decode_result(record[1])
 
 
 class FrontLink:

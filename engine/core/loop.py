@@ -72,7 +72,8 @@ class Core:
         vocabulary: Vocabulary | None,
         publisher: KvPublisher | None = None,
     ) -> None:
-        self._scheduler, self._requests = scheduler, scheduler.requests
+        self._scheduler = scheduler
+        self._requests = scheduler.requests
         self._masks = Masks(scheduler.requests, vocabulary, scheduler.config.widest)
         self._intake = Intake(scheduler.requests, self._masks)
         self._executor = executor
@@ -204,14 +205,17 @@ class StepLog:
     def report(self, now: float) -> None:
         if now - self._at < LOG_PERIOD_S:
             return
-        load, last = self._load(), self._last
+        load = self._load()
+        last = self._last
         if load.step > last.step:
-            prefill, decode = load.prefill_tokens - last.prefill_tokens, load.decode_tokens - last.decode_tokens
+            prefill = load.prefill_tokens - last.prefill_tokens
+            decode = load.decode_tokens - last.decode_tokens
             steps = f"{load.step - last.step} steps, prefill {prefill}, decode {decode}; cached {load.hit_tokens - last.hit_tokens}"
             queue = f"running {load.running}, waiting {load.waiting}, preempted {load.preemptions - last.preemptions}"
             pools = ", ".join(f"{pool.group} {pool.used}+{pool.cached} of {pool.total}" for pool in load.pools)
             logger.info("%.1f s: %s, %s, pages %s", now - self._at, steps, queue, pools)
-        self._last, self._at = load, now
+        self._last = load
+        self._at = now
 
 
 class _Identified(msgspec.Struct):

@@ -39,7 +39,8 @@ class ThoughtLimit:
     """
 
     def __init__(self, budget: ThoughtBudget, length: int) -> None:
-        self._budget, self.end = budget, budget.end
+        self._budget = budget
+        self.end = budget.end
         self._ends = {budget.end, budget.begin_call}
         self._left = budget.tokens
         self._label = budget.open_label  # tokens of the label that are still to come; None: no thought is open
@@ -48,7 +49,9 @@ class ThoughtLimit:
     @property
     def ends_at(self) -> int | None:
         """Latest index of the token that ends the open thought, if one is open."""
-        return None if self._label is None else self._length + self._label + self._left
+        if self._label is None:
+            return None
+        return self._length + self._label + self._left
 
     @property
     def must_end(self) -> bool:
@@ -95,7 +98,9 @@ class MaskState:
     @property
     def grammar(self) -> str:
         grammar = self.sequence.params.grammar
-        return "" if grammar is None else grammar.text
+        if grammar is None:
+            return ""
+        return grammar.text
 
     @property
     def needs_grammar(self) -> bool:
@@ -155,7 +160,8 @@ class MaskedRow(NamedTuple):
     @property
     def unmasked(self) -> bool:
         """The row is stale, the grammar is complete, or the thought need not end yet."""
-        state, sequence = self.state, self.state.sequence
+        state = self.state
+        sequence = self.state.sequence
         if sequence.number != self.number or not sequence.masked:
             return True
         return state.ending and self.length < present(present(state.limit).ends_at)
@@ -168,7 +174,9 @@ class MaskedRow(NamedTuple):
     def masks(self) -> np.ndarray:
         """int32 [width, words]; a missing last mask is zeros."""
         masks = present(self.state.masks)[: self.width]
-        return masks if len(masks) == self.width else np.concatenate([masks, np.zeros_like(masks[:1])])
+        if len(masks) == self.width:
+            return masks
+        return np.concatenate([masks, np.zeros_like(masks[:1])])
 
 
 def present(value: T | None) -> T:
@@ -240,7 +248,8 @@ class Masks:
     masks."""
 
     def __init__(self, requests: Requests, vocabulary: Vocabulary | None, widest: int) -> None:
-        self._requests, self._widest = requests, widest
+        self._requests = requests
+        self._widest = widest
         self._vocabulary = vocabulary
         self._size = vocabulary.size if vocabulary else 0
         self._states: list[MaskState] = []
@@ -312,14 +321,16 @@ class Masks:
 
     def _read_tokens(self, state: MaskState) -> bool:
         """Returns whether the sequence needs a mask now."""
-        making, sequence = state.making, state.sequence
+        making = state.making
+        sequence = state.sequence
         if making is not None and not making.done():
             return False
         try:
             if making is not None:
                 state.making = None
                 self._take_masks(state, making.result()[None])
-            tokens, state.read = sequence.tokens[state.read :], len(sequence.tokens)
+            tokens = sequence.tokens[state.read :]
+            state.read = len(sequence.tokens)
             if state.limit is not None:
                 state.limit.read(tokens)
             if not state.constrained:
@@ -357,7 +368,9 @@ class Masks:
         """Outside a grammar: mask the rows if the thought may have to end before the next commit."""
         if (limit := state.limit) is None:
             return
-        sequence, end, ending = state.sequence, limit.ends_at, state.ending
+        sequence = state.sequence
+        end = limit.ends_at
+        ending = state.ending
         state.ending = end is not None and end < len(sequence.tokens) + DEPTH * self._widest
         if end is not None and state.ending and not ending:
             state.constrain(end)
@@ -388,17 +401,22 @@ class Masks:
                 self._take_masks(state, masks)
 
     def _take_masks(self, state: MaskState, masks: np.ndarray) -> None:
-        state.slow = SLOW_TOKENS if present(state.matcher).mask_s > SLOW_S else max(0, state.slow - 1)
+        if present(state.matcher).mask_s > SLOW_S:
+            state.slow = SLOW_TOKENS
+        else:
+            state.slow = max(0, state.slow - 1)
         self._set_masks(state, masks)
 
     def _set_masks(self, state: MaskState, masks: np.ndarray) -> None:
         """`masks`: int32 [n, words] from the next unread token on. A used-up budget allows only the
         end marker."""
         if state.limit is not None:
-            limit, masks = copy(state.limit), masks.copy()
+            limit = copy(state.limit)
+            masks = masks.copy()
             for index, bits in enumerate(masks):
                 if limit.must_end and allows(bits, limit.end):
                     bits[:] = only(limit.end, self._size)
                 limit.read(state.sequence.drafts.tokens[index : index + 1])
-        state.masks, state.length = masks, state.read
+        state.masks = masks
+        state.length = state.read
         state.update_wait()

@@ -114,7 +114,8 @@ class PageRun:
 
     def drop_before(self, index: int) -> list[int]:
         count = index - self.first
-        dropped, self.pages = self.pages[:count], self.pages[count:]
+        dropped = self.pages[:count]
+        self.pages = self.pages[count:]
         self.first = index
         return dropped
 

@@ -79,7 +79,8 @@ class Segment(msgspec.Struct, eq=False):
     @property
     def tail_keys(self) -> list[bytes]:
         keys: list[bytes] = []
-        path, count = self.path(), len(self.tail or ())
+        path = self.path()
+        count = len(self.tail or ())
         while len(keys) < count:
             keys[:0] = next(path).keys
         return keys[len(keys) - count :]
@@ -181,7 +182,8 @@ class PrefixCache:
         parent = segment.parent
         upper = Segment(parent, segment.start, segment.keys[:count], segment.pages[:count])
         parent.children[upper.keys[0]] = upper
-        segment.parent, segment.start = upper, segment.start + count
+        segment.parent = upper
+        segment.start = segment.start + count
         segment.keys = segment.keys[count:]
         segment.pages = segment.pages[count:]
         upper.children[segment.keys[0]] = segment
@@ -230,7 +232,8 @@ class PrefixCache:
             segment = segment.parent
 
     def _remove_subtree(self, segment: Segment) -> None:
-        stack, subtree = [segment], []
+        stack = [segment]
+        subtree = []
         while stack:
             member = stack.pop()
             subtree.append(member)

@@ -54,7 +54,8 @@ class Requests:
         self.free_slots = list(range(slots - 1, -1, -1))
         self.outputs: list[Output] = []
         self.started: list[int] = []
-        self._max_len, self._longest = max_len, longest
+        self._max_len = max_len
+        self._longest = longest
         self._admissions = 0
 
     # -- queue and slots
@@ -129,7 +130,9 @@ class Requests:
 
     def _spans(self, media: tuple[MediaItem, ...]) -> list[tuple[int, int]]:
         bidirectional = any(pool.group.bidirectional for pool in self.allocator.pools)
-        return [span for item in media for span in item.spans] if bidirectional else []
+        if bidirectional:
+            return [span for item in media for span in item.spans]
+        return []
 
     def admit(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
@@ -218,11 +221,13 @@ class Requests:
         return self.adapters.orders({sequence.adapter for sequence in self.unfinished.values()})
 
     def drain_started(self) -> list[int]:
-        started, self.started = self.started, []
+        started = self.started
+        self.started = []
         return started
 
     def drain(self) -> list[Output]:
-        outputs, self.outputs = self.outputs, []
+        outputs = self.outputs
+        self.outputs = []
         return outputs
 
 

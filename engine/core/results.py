@@ -43,7 +43,8 @@ class InFlightStep(msgspec.Struct):
 
 class Results:
     def __init__(self, requests: Requests, draft_policy: DraftPolicy) -> None:
-        self._requests, self._draft_policy = requests, draft_policy
+        self._requests = requests
+        self._draft_policy = draft_policy
         self.in_flight: deque[InFlightStep] = deque()
 
     def commit(self, result: StepResult) -> InFlightStep:
@@ -91,7 +92,8 @@ class Results:
     def _commit_rows(self, rows: list[tuple[Sequence, int, int]], result: StepResult, first: int) -> None:
         """`_fold` handles rows that have several tokens or end something."""
         slots, _, counts, _, tokens = result.table[first:, :5].T.tolist()
-        outputs, plain = self._requests.outputs, not result.logprobs
+        outputs = self._requests.outputs
+        plain = not result.logprobs
         for index, (row, slot, count, token) in enumerate(zip(rows, slots, counts, tokens, strict=True), first):
             sequence, number, width = row
             if sequence.number != number:
@@ -128,7 +130,10 @@ class Results:
         if row.empty:
             self._requests.fail(sequence, "the request's constraints together forbid every token", invalid=True)
             return
-        cached = sequence.pages.first_cached if len(sequence.tokens) == sequence.prompt else 0
+        if len(sequence.tokens) == sequence.prompt:
+            cached = sequence.pages.first_cached
+        else:
+            cached = 0
         sequence.tokens.extend(taken)
         accepted = min(len(taken), len(row.tokens) - 1)
         output = Output(

@@ -180,7 +180,10 @@ class Scheduler:
     def _shares(self, step: StepBuilder) -> dict[Sequence, int]:
         prompts = self._prompts()
         for sequence in self._admissions.candidates():  # probably what was cached at its last look-up still is
-            cached = sequence.pages.hit.count * self.allocator.page if sequence.pages.hit else 0
+            if sequence.pages.hit:
+                cached = sequence.pages.hit.count * self.allocator.page
+            else:
+                cached = 0
             prompts[sequence] = Prompt(len(sequence.tokens) - cached, cached)
         if not prompts:
             self._budget.idle()
@@ -232,12 +235,16 @@ class Scheduler:
                     _note_drafts(sequence, step)
                 flags = 0
                 if sequence.masked:
-                    flags, step.plan.masked = ROW_MASKED, True
+                    flags = ROW_MASKED
+                    step.plan.masked = True
                 add_to_plan((slot, end - planned, flags))
                 add_row((sequence, sequence.number, end - planned))
 
     def _prefill(self, sequence: Sequence, share: int, step: StepBuilder, *, may_preempt: bool = True) -> None:
-        most = min(step.budget, step.scored) if sequence.reports_prompt else step.budget
+        if sequence.reports_prompt:
+            most = min(step.budget, step.scored)
+        else:
+            most = step.budget
         planned = sequence.planned
         least = sequence.media.uncut_ends(planned + 1)[1] - planned  # a whole span, if one begins there
         count = min(sequence.ready, share, most)
@@ -252,7 +259,10 @@ class Scheduler:
             fit = fitting(sequence, count)
         size = sequence.media.last_end(planned + fit) - planned
         if size < least:
-            size = least if may_preempt and self._preempt_for(sequence, least) else 0
+            if may_preempt and self._preempt_for(sequence, least):
+                size = least
+            else:
+                size = 0
         if sequence.media.items and size:
             size = self._encode(sequence, size, step)
         if size:
@@ -293,7 +303,8 @@ class Scheduler:
         for sequence in self.requests.running:
             if not sequence.before_item or "transfer" in sequence.waits:
                 continue
-            media, end = sequence.media, sequence.planned + self.config.prefill_budget
+            media = sequence.media
+            end = sequence.planned + self.config.prefill_budget
             for item in media.items[media.encoded :]:
                 if not begins or item.first >= end:
                     break
@@ -335,7 +346,10 @@ class Scheduler:
 
 
 def _draft_policy(config: EngineConfig, times: StepTimes) -> DraftPolicy:
-    numbers = config.drafts if config.mtp.drafts == "auto" else config.drafts[-1:]
+    if config.mtp.drafts == "auto":
+        numbers = config.drafts
+    else:
+        numbers = config.drafts[-1:]
     known = [points for drafts, points in times.drafts if drafts in numbers]
     return DraftPolicy(numbers, buckets(config.max_seqs), known, prompt_token_ms(times))
 
@@ -347,7 +361,10 @@ def _decode_rows(decoding: list[Sequence], drafts: int) -> DecodeRows:
 
 def _note_drafts(sequence: Sequence, step: StepBuilder) -> None:
     step.drafting += sequence.drafts.allowed
-    sequence.drafts.planned = step.drafts if sequence.drafts.allowed else 0
+    if sequence.drafts.allowed:
+        sequence.drafts.planned = step.drafts
+    else:
+        sequence.drafts.planned = 0
 
 
 def _chunks(step: StepBuilder) -> list[Prompt]:
@@ -357,7 +374,8 @@ def _chunks(step: StepBuilder) -> list[Prompt]:
 def _add_chunks(step: StepBuilder) -> None:
     plan = step.plan
     for sequence, start in step.begun.items():
-        end, samples = sequence.planned, sequence.planned == sequence.target
+        end = sequence.planned
+        samples = sequence.planned == sequence.target
         spans = [span for span in sequence.media.spans if start <= span[0] < end]
         plan.chunks.append((sequence.slot, start, end, end - samples, len(plan.spans), len(spans)))
         plan.spans += spans

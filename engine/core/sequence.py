@@ -85,7 +85,9 @@ class MediaState(msgspec.Struct, eq=False):
         """The nearest positions before and after `end` at which a chunk may end."""
         index = bisect_left(self.spans, (end,))
         span = self.spans[index - 1] if index else (0, 0)
-        return span if end < span[1] else (end, end)
+        if end < span[1]:
+            return span
+        return (end, end)
 
 
 class Sequence(msgspec.Struct, eq=False):
@@ -130,7 +132,9 @@ class Sequence(msgspec.Struct, eq=False):
         """Known tokens that can be computed now, without the last if its result needs a mask."""
         if not self.waits:
             return self.target - self.planned
-        return 0 if "transfer" in self.waits else self.media.last_end(self.target - 1) - self.planned
+        if "transfer" in self.waits:
+            return 0
+        return self.media.last_end(self.target - 1) - self.planned
 
     @property
     def before_item(self) -> bool:
@@ -155,7 +159,9 @@ class Sequence(msgspec.Struct, eq=False):
     @property
     def reusable(self) -> int:
         """At least one token, and all with wanted logprobs, are computed."""
-        return self.scored if self.scores else len(self.tokens) - 1
+        if self.scores:
+            return self.scored
+        return len(self.tokens) - 1
 
     def set_masks(self, *, masked: bool, waits: bool, may_draft: bool, first: int | None = None) -> None:
         """If a row in flight gives token `first`, which needs a mask, all rows in flight are

@@ -85,7 +85,9 @@ class StepEstimate:
             return most
         ends = range(-self._rows % self._times.tile, most, self._times.tile)
         fits = bisect_right(ends, target_ms, key=lambda tokens: self.ms(tokens, context))
-        return ends[fits - 1] if fits else 0
+        if fits:
+            return ends[fits - 1]
+        return 0
 
 
 def shares(prompts: list[Prompt], order: list[int], most: int, time: StepEstimate, target_ms: float, whole_ms: float) -> list[int]:
@@ -156,7 +158,10 @@ class StepBudget:
         self._decoded = 0  # such steps since an encode began
 
     def prompt_tokens(self, decode_rows: int) -> int:
-        rows = min(self._rows, MOST_MIXED) if decode_rows else self._rows
+        if decode_rows:
+            rows = min(self._rows, MOST_MIXED)
+        else:
+            rows = self._rows
         return max(rows - decode_rows, rows // 4, 1)
 
     def drafts_pay(self, sequences: int, drafts: int, tokens: Sequence[float]) -> bool:
@@ -180,7 +185,10 @@ class StepBudget:
         tokens = shares(prompts, order, most, self._estimate(), may_take_ms, whole_ms)
         self.saving = tokens[first] < self._enough(prompts[first], most)
         if self.saving:
-            others = order[1:] if self._passed < MOST_PASSED else []
+            if self._passed < MOST_PASSED:
+                others = order[1:]
+            else:
+                others = []
             tokens = shares(prompts, others, most, self._estimate(), may_take_ms, whole_ms)
             tokens = [share * (share == prompt.tokens) for share, prompt in zip(tokens, prompts, strict=True)]
         if tokens[0]:
@@ -242,7 +250,9 @@ class StepBudget:
 
     @property
     def _credit_ms(self) -> float:
-        return min(self._target_ms, self._longest_ms - self._target_ms) if self._token_ms else 0.0
+        if self._token_ms:
+            return min(self._target_ms, self._longest_ms - self._target_ms)
+        return 0.0
 
     @property
     def _bounded(self) -> bool:
@@ -253,7 +263,9 @@ class StepBudget:
 
     @property
     def _may_take_ms(self) -> float:
-        return self._mean_ms(self._estimate().decode_ms) + self._saved_ms if self._bounded else math.inf
+        if self._bounded:
+            return self._mean_ms(self._estimate().decode_ms) + self._saved_ms
+        return math.inf
 
     def _save(self, milliseconds: float) -> None:
         """Above the credit, time is saved only for a chunk."""

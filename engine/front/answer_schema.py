@@ -58,7 +58,10 @@ class _Keywords:
     def _check_key_patterns(self, schema: Schema) -> None:
         """llguidance never ends a key whose pattern only keys already written match."""
         names = schema.get("properties")
-        named = " | ".join(map(json.dumps, names)) if isinstance(names, Mapping) else ""
+        if isinstance(names, Mapping):
+            named = " | ".join(map(json.dumps, names))
+        else:
+            named = ""
         for pattern in schema["patternProperties"]:
             if len(pattern) > MOST:
                 raise InvalidRequest(f"the schema keyword 'patternProperties' has a key of more than {MOST} characters")
@@ -133,7 +136,8 @@ def _choices(schema: Any, root: Any, known: dict[str, float]) -> float:  # noqa:
         return max((_choices(branch, root, known) for branch in schema), default=1)
     if not isinstance(schema, Mapping):
         return 1
-    apart, together = [1.0], 1.0
+    apart = [1.0]
+    together = 1.0
     for item in schema.items():
         match item:
             case "$defs" | "definitions", _ if schema is root:

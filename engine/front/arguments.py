@@ -87,7 +87,8 @@ class ArgumentsParser:
 
     def end(self, *, cut: bool = False) -> None:
         """Close what is open, unless `cut` by the token limit."""
-        self._final, self._cut = True, cut
+        self._final = True
+        self._cut = cut
         self._resume("")
         if not cut:
             self._out += [container.json for container in reversed(self._open)]
@@ -100,7 +101,8 @@ class ArgumentsParser:
         if self._final:
             return False
         yield
-        self._text, self._at = self._text[self._at :] + self._new, 0
+        self._text = self._text[self._at :] + self._new
+        self._at = 0
         return True
 
     def _char(self, skipped: re.Pattern[str]) -> Reading[str]:
@@ -126,7 +128,8 @@ class ArgumentsParser:
             while MARK not in pieces[-1] and not self._final:
                 yield
                 pieces.append(self._new)
-            self._text, self._at = "".join(pieces), 0
+            self._text = "".join(pieces)
+            self._at = 0
             mark = self._text.find(MARK)
         return mark
 
@@ -208,7 +211,8 @@ class ArgumentsParser:
         out = self._out if streams else list[str]()
         over: bool | None = False
         while not over:
-            self.in_string, self._streams = True, streams
+            self.in_string = True
+            self._streams = streams
             end = end_of(UP_TO_QUOTE[quote], self._text, self._at)
             closes = self._text[end : end + 1] == quote
             text = self._text[self._at : end if closes or not self._final else None]
@@ -266,4 +270,6 @@ def _literal(text: str, schema: ValueSchema) -> str | None:
         word = _PYTHON_WORDS.get(word, word)
     kind = json_kind(word)
     allowed = kind == "null" or schema.allows(kind or "") or not schema.allows("string")
-    return word if kind and allowed else None
+    if kind and allowed:
+        return word
+    return None

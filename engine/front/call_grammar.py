@@ -56,7 +56,9 @@ _CONSTRAINTS = frozenset(chain(("type", "const", "enum"), _REFERRING, *_KEYWORDS
 _OPENING = frozenset((
     *_REFERRING, "if", "patternProperties", "unevaluatedProperties", "dependentSchemas", "dependencies", "$dynamicRef",
 ))  # fmt: skip
-_DEPTH, _RULES, _PATTERNS = 64, 2048, 128
+_DEPTH = 64
+_RULES = 2048
+_PATTERNS = 128
 _BYTES = MAX_GRAMMAR_BYTES // 2  # of arguments' rules; the rest is for the tools' names and an answer's form
 
 _FREE = rf"""
@@ -106,13 +108,17 @@ class CallGrammar:
     def _arguments(self, name: str, schema: Any, strict: bool) -> str:
         if not schema:
             return "any_object"
-        self._root, self._strict = schema, strict
+        self._root = schema
+        self._strict = strict
         kept = len(self._rules)
         size = self._bytes
         referred = dict(self._referred)
         try:
             known = as_json_schema({**schema, "nullable": False})  # of an object, whether or not it says so
-            kind = {} if known.keys() & _REFERRING else {"type": "object"}
+            if known.keys() & _REFERRING:
+                kind = {}
+            else:
+                kind = {"type": "object"}
             return f"({self._value({**kind, **known}, 0)})"
         except SchemaError as error:
             if strict:
@@ -120,7 +126,8 @@ class CallGrammar:
                     f"tools: {name}: {error} cannot be kept by the grammar of calls", "tools", "unsupported_schema"
                 ) from None
             del self._rules[kept:]
-            self._bytes, self._referred = size, referred
+            self._bytes = size
+            self._referred = referred
             return "any_object"
 
     def _rule(self, kind: str, body: str) -> str:
@@ -258,7 +265,10 @@ class CallGrammar:
         members = [(self._member(key, properties[key], depth), key in required) for key in sorted(properties, key=str.lower)]
         more = ""
         if (schema.get("additionalProperties", False) if properties else others) is not False:
-            key = self._rule("KEY", f"KEY & ~({' | '.join(map(json.dumps, properties))})") if properties else "KEY"
+            if properties:
+                key = self._rule("KEY", f"KEY & ~({' | '.join(map(json.dumps, properties))})")
+            else:
+                key = "KEY"
             more = self._rule("member", f'{key} ":" ({self._value(others, depth + 1)})')
         return self._rule("object", f'"{{" {self._members(members, more)} "}}"')
 

@@ -126,7 +126,8 @@ class EngineClient(asyncio.Protocol):
         stream = self._requests.get(request)
         if stream is None or stream.aborted is not None:
             return
-        stream.aborted, stream.clock.aborted = reason, monotonic()
+        stream.aborted = reason
+        stream.clock.aborted = monotonic()
         if not self._media.abort(request, Abort(request, reason)):
             self._send(Abort(request, reason))
 
@@ -147,7 +148,9 @@ class EngineClient(asyncio.Protocol):
     @property
     def waiting_since(self) -> int | None:
         """Monotonic ns since which a request has always been open, or None."""
-        return self._waiting_since if self._requests else None
+        if self._requests:
+            return self._waiting_since
+        return None
 
     def change_adapter(self, change: AdapterChange) -> None:
         self._send(change)
@@ -187,7 +190,8 @@ class EngineClient(asyncio.Protocol):
             except msgspec.DecodeError as error:
                 self.fail(f"the core sent a message that cannot be decoded: {error}")
                 continue
-            before, self.load = self.load, batch.load
+            before = self.load
+            self.load = batch.load
             self._sink(EngineLoad(batch.load, self._interval(before, batch.load)))
             for request in batch.started:
                 self._started(request)
@@ -261,14 +265,20 @@ class EngineClient(asyncio.Protocol):
         last_step = before.step if before is not None and before.running + before.waiting else None
         if load.step == last_step:
             return None
-        now, since = monotonic(), self._stepped
+        now = monotonic()
+        since = self._stepped
         self._stepped = now
-        return None if last_step is None else now - since
+        if last_step is None:
+            return None
+        return now - since
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The process watcher has EOF_GRACE_S to report a specific cause."""
         ended = exc is None or isinstance(exc, ConnectionError)  # reset: it left messages unread
-        reason = "the core ended" if ended else f"the core's socket broke: {exc}"
+        if ended:
+            reason = "the core ended"
+        else:
+            reason = f"the core's socket broke: {exc}"
         asyncio.get_running_loop().call_later(EOF_GRACE_S, self.fail, reason)
 
     # -- to the core
@@ -311,7 +321,9 @@ class EngineClient(asyncio.Protocol):
 def _error_of(output: Output, said: str) -> QuartetError:
     if output.invalid:
         return InvalidRequest(said, code=output.code)
-    return Overloaded(said) if output.code == OVERLOADED else GenerationFailed(said)
+    if output.code == OVERLOADED:
+        return Overloaded(said)
+    return GenerationFailed(said)
 
 
 def _unexpected(orders: AdapterOrders) -> None:

@@ -41,14 +41,17 @@ class Constraints(NamedTuple):
             thought = Thought.begun
         free = self.choice.mode == "none" or (self.unrequested and self.arguments == "off")  # nothing is to be said about calls
         if free or not self.tools:
-            return None if self.answer is None else Grammar(grammar(markers, self.answer, thought))
+            if self.answer is None:
+                return None
+            return Grammar(grammar(markers, self.answer, thought))
         names = self.tools.names if self.choice.names is None else self.choice.names
         kept = names if self.arguments == "strict" else self.tools.strict
         schemas = {name: self.tools.parameters(name).schema if name in kept else {} for name in names}
         calls = CallGrammar(markers, schemas, self.tools.strict)
         most = 1 if self.choice.one else None
         if self.choice.mode == "required":
-            thought = Thought.optional if thought is Thought.forced else thought
+            if thought is Thought.forced:
+                thought = Thought.optional
             answer = calls_answer(calls, most)
         elif self.answer is not None:
             answer = calls_answer(calls, most, self.answer)
@@ -75,4 +78,6 @@ class Constraints(NamedTuple):
         """The same with less enforced of calls; None if the rest was asked for."""
         if self.arguments == "strict":
             return self._replace(arguments="names")
-        return self._replace(arguments="off") if self.unrequested and self.arguments == "names" else None
+        if self.unrequested and self.arguments == "names":
+            return self._replace(arguments="off")
+        return None

@@ -129,14 +129,16 @@ class Choice(msgspec.Struct):
         for part in delta.parts:
             self.take(part)
         self.tokens += delta.tokens
-        self.finish, self.stop = delta.finish, delta.stop
+        self.finish = delta.finish
+        self.stop = delta.stop
 
     def take(self, part: Part) -> ReplyBlock:
         blocks = self.blocks
         if isinstance(part, ToolCallStart):
             blocks.append(ReplyBlock(len(blocks), "call", part.id, part.name))
             return blocks[-1]
-        kind, text = _BLOCK_KINDS[type(part)], part.text
+        kind = _BLOCK_KINDS[type(part)]
+        text = part.text
         if not blocks or blocks[-1].kind != kind:
             if kind == "reasoning" and self._texts_of(kind):
                 text = text.removeprefix("\n")  # which joins thoughts where they are one text
@@ -182,9 +184,14 @@ def _reader(text: TextProcessor, job: Job, prompt: Sequence[int]) -> ReplyParser
 
 class Generation:
     def __init__(self, engine: EngineClient, text: TextProcessor, job: Job, choice: int) -> None:
-        prompt, params = job.prompt(choice), job.params[choice]
-        self.choice, self._prompt = choice, prompt
-        self._echo = job.echoes[choice // job.choices_each] if job.echoes else ""
+        prompt = job.prompt(choice)
+        params = job.params[choice]
+        self.choice = choice
+        self._prompt = prompt
+        if job.echoes:
+            self._echo = job.echoes[choice // job.choices_each]
+        else:
+            self._echo = ""
         self._echo_only = job.echo_only
         self._tells_logprobs = params.prompt_logprobs is not None
         self.stream = engine.generate(
@@ -239,7 +246,8 @@ class Generation:
         if self._echo or self._tells_logprobs:
             first = PromptPart(self._prompt[:1], [None]) if self._tells_logprobs else None
             yield Delta(_content(self._echo), [], [], prompt=first)
-            self._echo, self._tells_logprobs = "", False
+            self._echo = ""
+            self._tells_logprobs = False
         for whole in reported:
             for piece in whole.cut(_MOST_LOGPROBS // (1 + whole.alternatives)):
                 tokens = self._prompt[piece.first : piece.first + piece.count]
@@ -288,7 +296,9 @@ class Generation:
             return None
         if finish not in (FinishReason.stop, FinishReason.length):
             raise GenerationFailed("the engine ended the request early")
-        return TOOL_CALLS if finish is FinishReason.stop and self._reader.calls else finish.value
+        if finish is FinishReason.stop and self._reader.calls:
+            return TOOL_CALLS
+        return finish.value
 
 
 def _split_logprobs(output: Output) -> Iterator[Output]:
@@ -302,11 +312,15 @@ def _split_logprobs(output: Output) -> Iterator[Output]:
 
 
 def _last(output: Output) -> int | None:
-    return output.tokens[-1] if output.finish is FinishReason.stop and output.tokens else None
+    if output.finish is FinishReason.stop and output.tokens:
+        return output.tokens[-1]
+    return None
 
 
 def _content(text: str) -> list[Part]:
-    return [Content(text)] if text else []
+    if text:
+        return [Content(text)]
+    return []
 
 
 @dataclass
@@ -346,7 +360,8 @@ class DeltaReader(Generic[T]):
         return self.convert(self._taken())
 
     def _arrived(self) -> None:
-        waiter, self._waiter = self._waiter, None
+        waiter = self._waiter
+        self._waiter = None
         if waiter is None or waiter.done():
             return
         try:
@@ -386,7 +401,10 @@ class DeltaReader(Generic[T]):
                     has_yielded = True
                     yield generation.choice, delta
             except Exception as error:
-                reason = AbortReason.slow_reader if isinstance(error, SlowReader) else AbortReason.sibling_failed
+                if isinstance(error, SlowReader):
+                    reason = AbortReason.slow_reader
+                else:
+                    reason = AbortReason.sibling_failed
                 for other in self.generations:  # closing their streams would report that the client has gone
                     if other is not generation:
                         other.stream.abort(reason)

@@ -21,7 +21,8 @@ from engine.front.string_schema import lark_regex
 from engine.front.value_schema import Schema
 
 _MAX_CHOICES = 1024
-_MAX_GBNF, _MAX_GBNF_RULES = 16 << 10, 512
+_MAX_GBNF = 16 << 10
+_MAX_GBNF_RULES = 512
 _HEAD = '%llguidance {"no_forcing": true}\n'
 _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\])+/?|(?:#|//).*')  # what has no end goes to the end: in one pass
 _NESTED_JSON = re.compile(r"%json\s*")

@@ -62,20 +62,25 @@ class Container:
 def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
     """The end of a match at `at`, else `at`."""
     match = pattern.match(text, at)
-    return match.end() if match else at
+    if match:
+        return match.end()
+    return at
 
 
 def key_of(text: str, closer: str) -> str | None:
     """None before its end has come."""
     key = text[: end_of(KEY_TEXT[closer], text, 0)]
     half_quoted = text[:1] in ('"', "'", MARK) and text.find(text[0], 1) < 0
-    return key if len(key) < len(text) and not half_quoted else None
+    if len(key) < len(text) and not half_quoted:
+        return key
+    return None
 
 
 def end_of_bare_string(text: str, at: int, stop: int, container: Container) -> int | None:
     depth = 0
     for match in _BRACKETS.finditer(text, at, stop):
-        char, start = match[0], match.start()
+        char = match[0]
+        start = match.start()
         if depth == 0 and char == container.closers[-1]:
             return start
         if depth == 0 and char == "," and (container.is_array or _NEXT_KEY.match(text, start)):
@@ -113,7 +118,9 @@ def _key_follows(text: str, at: int, container: Container) -> bool | None:
     other = _OTHER_KEY.match(text, at)
     if other is not None:
         return (container.quoted_keys and other["key"][0] == MARK) or container.schema.declares(without_quotes(other["key"]))
-    return None if end_of(_OTHER_KEY_BEGUN, text, at) == len(text) else False
+    if end_of(_OTHER_KEY_BEGUN, text, at) == len(text):
+        return None
+    return False
 
 
 def without_quotes(key: str) -> str:

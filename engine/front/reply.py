@@ -66,12 +66,16 @@ class Markers(NamedTuple):
     def open_thought(self, prompt: Sequence[int]) -> Sequence[int] | None:
         for index in range(len(prompt) - 1, -1, -1):
             if prompt[index] in self.boundaries:
-                return prompt[index + 1 :] if prompt[index] == self.begin_thought else None
+                if prompt[index] == self.begin_thought:
+                    return prompt[index + 1 :]
+                return None
         return None
 
 
 def _head_of(text: str) -> re.Match[str] | None:
-    return _HEAD.fullmatch(text) if len(text) <= _HEAD_CHARACTERS else None
+    if len(text) <= _HEAD_CHARACTERS:
+        return _HEAD.fullmatch(text)
+    return None
 
 
 class ReplyParser:
@@ -102,14 +106,17 @@ class ReplyParser:
         if (thought := markers.open_thought(prompt)) is not None:  # it goes on; the prompt's part is not put out
             self._begin_thought()
             self.push(thought)
-            self.reasoning_tokens, self._reasoned = 0, False
+            self.reasoning_tokens = 0
+            self._reasoned = False
             self._held = self._held if self._state == self._label else ""
 
     def push(self, tokens: Sequence[int]) -> list[Part]:
         if self._pieces.special.isdisjoint(tokens):
             text = self._detokenizer.push(tokens)
             if self._state == self._content:  # nearly every token of a chat
-                return [Content(text)] if text else []
+                if text:
+                    return [Content(text)]
+                return []
             self._count(len(tokens))
             self._read(text)
         else:
@@ -148,7 +155,8 @@ class ReplyParser:
     # --- tokens ---
 
     def _marker(self, token: int) -> None:
-        markers, thinking = self._markers, self._thinking
+        markers = self._markers
+        thinking = self._thinking
         if token == markers.begin_thought:
             if not thinking:
                 self._begin_thought()
@@ -193,14 +201,18 @@ class ReplyParser:
 
     def _read(self, text: str) -> None:
         while text:
-            text, self._held = self._held + text, ""
+            text = self._held + text
+            self._held = ""
             text = self._state(text)
 
     def _take(self) -> list[Part]:
         if self._arguments is not None:
             self._put_arguments(self._arguments)
-        parts, self._parts = self._parts, []
-        return joined(parts) if len(parts) > 1 else parts
+        parts = self._parts
+        self._parts = []
+        if len(parts) > 1:
+            return joined(parts)
+        return parts
 
     # --- text of the answer, and of thoughts ---
 
@@ -212,9 +224,13 @@ class ReplyParser:
     def _reason(self, text: str) -> None:
         """A newline joins thoughts of several blocks."""
         if text:
-            between = "\n" if self._reasoned and self._new_block else ""
+            if self._reasoned and self._new_block:
+                between = "\n"
+            else:
+                between = ""
             self._parts.append(Reasoning(between + text))
-            self._reasoned, self._new_block = True, False
+            self._reasoned = True
+            self._new_block = False
 
     def _begin_thought(self) -> None:
         if self._held.strip() or self._state == self._head:
@@ -263,7 +279,8 @@ class ReplyParser:
             self._end_thought()
         elif self._state == self._head or self._held.strip():
             self._no_call()
-        self._state, self._held = self._head, ""
+        self._state = self._head
+        self._held = ""
 
     def _head(self, text: str) -> str:
         opener = _OPENER.search(text)
@@ -293,14 +310,20 @@ class ReplyParser:
         self._call_is_open = True
 
     def _no_call(self) -> None:
-        marker = str(self._pieces[self._markers.begin_call]) if self._state == self._head else ""
+        if self._state == self._head:
+            marker = str(self._pieces[self._markers.begin_call])
+        else:
+            marker = ""
         self._content(marker + self._held)
-        self._held, self._state = "", self._content
+        self._held = ""
+        self._state = self._content
 
     def _more_arguments(self, text: str) -> str:
         assert self._arguments is not None
         self._arguments.push(text)
-        return self._end_arguments(complete=True) if self._arguments.ended else ""
+        if self._arguments.ended:
+            return self._end_arguments(complete=True)
+        return ""
 
     def _end_open_call(self, *, complete: bool) -> None:
         """Also ends calls in its unread text."""
@@ -308,7 +331,8 @@ class ReplyParser:
             self._read(self._end_arguments(complete=complete))
 
     def _end_arguments(self, *, complete: bool) -> str:
-        arguments, self._arguments = self._arguments, None
+        arguments = self._arguments
+        self._arguments = None
         assert arguments is not None
         if not arguments.ended:
             arguments.end(cut=not complete)

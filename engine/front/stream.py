@@ -20,7 +20,9 @@ class Clock(msgspec.Struct):
 
     @property
     def queue_s(self) -> float | None:
-        return None if self.scheduled is None else self.scheduled - self.submitted
+        if self.scheduled is None:
+            return None
+        return self.scheduled - self.submitted
 
 
 class Stream:
@@ -74,7 +76,8 @@ class Stream:
             return None
         if self._error and not (self._piled and self._piled.tokens):
             raise self._error
-        output, self._piled = self._piled, None
+        output = self._piled
+        self._piled = None
         return output
 
 

@@ -35,7 +35,10 @@ class SchemaError(ValueError):
 
 def expressions(schema: Mapping[str, Any]) -> list[str]:
     """Expressions that all match a whole string of this schema. SchemaError."""
-    regexes = [searched(schema["pattern"])] if "pattern" in schema else []
+    if "pattern" in schema:
+        regexes = [searched(schema["pattern"])]
+    else:
+        regexes = []
     if "enum" in schema:
         escaped = (re.sub(r"\W", lambda char: f"\\x{{{ord(char[0]):x}}}", text) for text in schema["enum"])
         regexes.append("|".join(escaped))
@@ -105,12 +108,15 @@ def _alternatives(pattern: str) -> list[list[str]]:
 
 def _of_ascii(atom: str) -> str:
     if not atom.startswith("["):
-        return f"[{_ASCII[atom]}]" if atom in _ASCII else atom
+        if atom in _ASCII:
+            return f"[{_ASCII[atom]}]"
+        return atom
     return _IN_CLASS.sub(lambda match: _ASCII[match[1]] + (r"\-" if match[2] else "") if match[1] in _ASCII else match[0], atom)
 
 
 def _anchored(atoms: list[str], pattern: str) -> str:
-    begins, ends = atoms[:1] == ["^"], atoms[-1:] == ["$"]
+    begins = atoms[:1] == ["^"]
+    ends = atoms[-1:] == ["$"]
     inside = atoms[begins : len(atoms) - ends]
     if "^" in inside or "$" in inside:
         raise SchemaError(f"an anchor inside of {pattern[:100]!r}, of the schema keyword 'pattern',", "pattern")

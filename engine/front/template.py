@@ -127,9 +127,15 @@ def _with_mapping(call: JsonObject, cut: CutCalls) -> JsonObject:
     "arguments"."""
     function = dict(call["function"])
     given = function.get("arguments")
-    value = _parsed(given, cut) if isinstance(given, str) else given
+    if isinstance(given, str):
+        value = _parsed(given, cut)
+    else:
+        value = given
     if not isinstance(value, Mapping):
-        value = {"arguments": given if isinstance(given, str) else _to_json(given)} if value else {}
+        if value:
+            value = {"arguments": given if isinstance(given, str) else _to_json(given)}
+        else:
+            value = {}
     return dict(call) | {"function": function | {"arguments": value}}
 
 
@@ -205,7 +211,8 @@ def _sentinel(value: Any) -> str:
 
 def _strings(value: Any) -> Iterator[str]:
     """InvalidRequest: more than MAX_VALUES values."""
-    left, seen = [value], 0
+    left = [value]
+    seen = 0
     while left:
         seen += 1
         if seen > MAX_VALUES:

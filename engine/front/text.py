@@ -34,7 +34,10 @@ class Detokenizer:
 
     def __init__(self, pieces: Pieces, *, skip_special_tokens: bool = True) -> None:
         self._pieces = pieces
-        self._skipped = pieces.special if skip_special_tokens else frozenset[int]()
+        if skip_special_tokens:
+            self._skipped = pieces.special
+        else:
+            self._skipped = frozenset[int]()
         self._pending = b""
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -73,7 +76,8 @@ class StopStrings:
 
     def push(self, delta: str) -> tuple[str, str | None]:
         """(text to emit, the matched stop string or None)."""
-        text, self._held = self._held + delta, ""
+        text = self._held + delta
+        self._held = ""
         matches = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
             _, start, stop = min(matches)
@@ -86,7 +90,8 @@ class StopStrings:
         return text, None
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
 
@@ -116,7 +121,8 @@ class TextProcessor:
         text."""
         settings = read_optional(folder / "tokenizer_config.json")
         made = cls(read_tokenizer(folder), template_source(folder, template), _named_tokens(settings), read_eos(folder))
-        rows, last = model_vocabulary(folder), made.vocab_size - 1
+        rows = model_vocabulary(folder)
+        last = made.vocab_size - 1
         if rows is not None and last >= rows:
             what = f"the tokenizer's highest id is {last} ({made.pieces[last]!r})"
             raise CheckpointError(f"{folder}: {what}, but the model has only {rows} tokens (vocab_size)")
@@ -242,7 +248,10 @@ def _named_tokens(settings: JsonObject) -> dict[str, str]:
     for name, value in settings.items():
         if not name.endswith("_token"):
             continue
-        token = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            token = value.get("content")
+        else:
+            token = value
         if isinstance(token, str):
             named[name] = token
         elif isinstance(value, dict):

@@ -50,7 +50,9 @@ class Tools:
     def resolve(self, name: str) -> str:
         """The tool that the model means: `tool` for an undeclared `server:tool`."""
         last = re.split(r"[:/.]", name)[-1]
-        return last if name not in self._schemas and last in self._schemas else name
+        if name not in self._schemas and last in self._schemas:
+            return last
+        return name
 
     def parameters(self, name: str) -> ValueSchema:
         return self._schemas.get(name, ValueSchema())
@@ -69,7 +71,8 @@ def _wrong(where: str, why: str) -> InvalidRequest:
 def _checked(function: Any, where: str, schema: str) -> tuple[str, Schema]:
     if not isinstance(function, Mapping):
         raise _wrong(where, "must be an object")
-    name, parameters = function.get("name"), function.get("parameters")
+    name = function.get("name")
+    parameters = function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise _wrong(f"{where}.name", f"{_shown(name)} is no name of 1 to 128 letters, digits and _ - . : /")
     _of_kind(str, function, "description", where)

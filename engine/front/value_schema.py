@@ -49,7 +49,9 @@ class ValueSchema:
     def constants(self) -> frozenset[bytes] | None:
         """The only values, as JSON, by const or enum; None: others are allowed."""
         constants = _constants_of(self._single_branch)
-        return None if constants is None else frozenset(msgspec.json.encode(value, order="sorted") for value in constants)
+        if constants is None:
+            return None
+        return frozenset(msgspec.json.encode(value, order="sorted") for value in constants)
 
     @property
     def listed_values(self) -> list[Any]:
@@ -64,7 +66,9 @@ class ValueSchema:
         """None: other keys are allowed."""
         branch = self._single_branch
         is_closed = branch.get("additionalProperties") is False and "patternProperties" not in branch
-        return _mapping(branch.get("properties")).keys() if is_closed else None
+        if is_closed:
+            return _mapping(branch.get("properties")).keys()
+        return None
 
     def declares(self, key: str) -> bool:
         return any(key in _mapping(branch.get("properties")) for branch in self._branches())
@@ -83,10 +87,13 @@ class ValueSchema:
     def _single_branch(self) -> Schema:
         """The only branch, references followed; empty with alternatives."""
         branches = [branch for branch in self._branches() if "$ref" not in branch]
-        return branches[0] if len(branches) == 1 else {}
+        if len(branches) == 1:
+            return branches[0]
+        return {}
 
     def _branches(self) -> Iterator[Schema]:
-        left, seen = [self.schema], 0
+        left = [self.schema]
+        seen = 0
         while left and seen < _BRANCHES:
             seen += 1
             schema = left.pop()
@@ -111,7 +118,9 @@ def referred(root: Any, reference: Any) -> Any:
 def listed(value: Any) -> list[Any]:
     if isinstance(value, list):
         return value
-    return [] if value is None else [value]
+    if value is None:
+        return []
+    return [value]
 
 
 def as_json_schema(schema: Schema) -> JsonObject:
@@ -119,7 +128,9 @@ def as_json_schema(schema: Schema) -> JsonObject:
     drafts apply, whatever `$schema` says; `$id` is ignored."""
     kept = {keyword: _spelled(keyword, value) for keyword, value in schema.items() if not _says_nothing(keyword, value)}
     kept = _with_held_bound(_with_held_bound(kept, "Minimum"), "Maximum")
-    return {"anyOf": [{"type": "null"}, kept]} if kept.pop("nullable", False) is True else kept
+    if kept.pop("nullable", False) is True:
+        return {"anyOf": [{"type": "null"}, kept]}
+    return kept
 
 
 def _spelled(keyword: str, value: Any) -> Any:
@@ -204,7 +215,9 @@ def _are_apart(left: ValueSchema, right: ValueSchema) -> bool:
 
 
 def _with_numbers(types: frozenset[str]) -> frozenset[str]:
-    return types | {"number"} if "integer" in types else types
+    if "integer" in types:
+        return types | {"number"}
+    return types
 
 
 def json_kind(text: str) -> str | None:
@@ -221,7 +234,9 @@ def types_of(schema: Any) -> list[str]:
     branch = _mapping(schema)
     named = [str(name).lower() for name in listed(branch.get("type"))]
     types = named or [_PYTHON_TYPES[type(value)] for value in _constants_of(branch) or ()]
-    return [*types, "null"] if types and branch.get("nullable") is True else types
+    if types and branch.get("nullable") is True:
+        return [*types, "null"]
+    return types
 
 
 def _constants_of(branch: Schema) -> list[Any] | None:
@@ -241,9 +256,14 @@ def _element(branch: Schema, index: int) -> Any:
     named = branch.get("prefixItems") or ()
     others = branch.get("items")
     if isinstance(others, list):
-        named, others = others, branch.get("additionalItems")
-    return named[index] if index < len(named) else others
+        named = others
+        others = branch.get("additionalItems")
+    if index < len(named):
+        return named[index]
+    return others
 
 
 def _mapping(value: Any) -> Schema:
-    return value if isinstance(value, Mapping) else {}
+    if isinstance(value, Mapping):
+        return value
+    return {}

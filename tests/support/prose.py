@@ -23,32 +23,32 @@ _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTION)
 # In the order of MEASURES; those of RATES per 1 000 lines.
 ALLOWED: dict[str, tuple[int, ...]] = {
-    "engine/core": (0, 0, 0, 0, 0, 0, 0, 16, 25),
-    "engine/rank": (0, 0, 0, 0, 0, 0, 0, 27, 27),
-    "engine/front": (0, 0, 0, 0, 0, 0, 0, 15, 46),
-    "engine": (0, 0, 0, 0, 0, 0, 0, 8, 28),
-    "kernels": (0, 0, 0, 0, 0, 0, 0, 48, 27),
-    "cluster": (0, 0, 0, 0, 0, 0, 0, 4, 34),
-    "deploy/edge": (0, 0, 0, 0, 0, 0, 0, 4, 28),
-    "deploy": (0, 0, 0, 0, 0, 0, 0, 3, 31),
-    "dashboards": (0, 0, 0, 0, 0, 0, 0, 4, 19),
+    "engine/core": (0, 0, 0, 0, 0, 0, 0, 4, 13),
+    "engine/rank": (0, 0, 0, 0, 0, 0, 0, 4, 17),
+    "engine/front": (0, 0, 0, 0, 0, 0, 0, 1, 29),
+    "engine": (0, 0, 0, 0, 0, 0, 0, 2, 12),
+    "kernels": (0, 0, 0, 0, 0, 0, 0, 8, 26),
+    "cluster": (0, 0, 0, 0, 0, 0, 0, 0, 13),
+    "deploy/edge": (0, 0, 0, 0, 0, 0, 0, 1, 16),
+    "deploy": (0, 0, 0, 0, 0, 0, 0, 1, 18),
+    "dashboards": (0, 0, 0, 0, 0, 0, 0, 0, 12),
     "docs": (0, 0, 0, 0, 0, 0, 0, 0, 0),
 }
 # Words of the docstrings of each room, with 1 % of slack.
 BUDGETS = {
-    "engine/core": 3_547,
-    "engine/rank": 7_526,
-    "engine/front": 3_429,
-    "engine": 5_079,
-    "kernels": 8_713,
-    "cluster": 900,
-    "deploy/edge": 7_033,
-    "deploy": 2_758,
-    "dashboards": 700,
+    "engine/core": 2_773,
+    "engine/rank": 5_744,
+    "engine/front": 2_622,
+    "engine": 3_838,
+    "kernels": 6_573,
+    "cluster": 705,
+    "deploy/edge": 5_259,
+    "deploy": 2_069,
+    "dashboards": 551,
     "docs": 0,
 }
 # The mean words of a documented function, over all rooms.
-FUNCTION_MEAN = 14.0
+FUNCTION_MEAN = 13.7
 
 
 def figures() -> dict[str, Counter[str]]:

@@ -30,7 +30,9 @@ class AdapterRegistry:
     served."""
 
     def __init__(self, settings: ServiceSettings, client: EngineClient, text: TextProcessor, links: RankLinks | None) -> None:
-        self._settings, self._client, self._links = settings, client, links
+        self._settings = settings
+        self._client = client
+        self._links = links
         self.ids = {name: adapter for adapter, name in enumerate(settings.adapters)}
         self._folders = dict(settings.adapters)
         self._next = len(self.ids)

@@ -22,7 +22,10 @@ _TYPES = {
 
 def _body(status: int, message: str, param: str | None, _: str | None) -> JsonObject:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    details = {"details": {"error_code": "thread_unsupported_request"}} if param == "thread" else {}
+    if param == "thread":
+        details = {"details": {"error_code": "thread_unsupported_request"}}
+    else:
+        details = {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": REQUEST_ID.get()}
 
 

@@ -60,7 +60,10 @@ class MessageFormat(BlockFormat):
 
     def closed(self, block: ReplyBlock) -> bytes:
         signed = {"type": "signature_delta", "signature": SIGNATURE}
-        before = event("content_block_delta", index=block.index, delta=signed) if block.kind == "reasoning" else b""
+        if block.kind == "reasoning":
+            before = event("content_block_delta", index=block.index, delta=signed)
+        else:
+            before = b""
         return before + event("content_block_stop", index=block.index)
 
     def _message(self, content: list[JsonObject], usage: Usage) -> JsonObject:

@@ -63,7 +63,9 @@ class MediaSource(FrozenStruct):
 
     @property
     def address(self) -> str | None:
-        return f"data:{self.media_type};base64,{self.data}" if self.data else self.url
+        if self.data:
+            return f"data:{self.media_type};base64,{self.data}"
+        return self.url
 
 
 class ContentBlock(FrozenStruct):
@@ -211,7 +213,9 @@ def _text(block: ContentBlock, where: str) -> Text:
 
 
 def _blocks(content: _Content | None) -> list[ContentBlock]:
-    return [ContentBlock("text", content)] if isinstance(content, str) else content or []
+    if isinstance(content, str):
+        return [ContentBlock("text", content)]
+    return content or []
 
 
 def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
@@ -257,7 +261,9 @@ def _client_messages(role: str, blocks: list[ContentBlock], where: str) -> list[
             results.append(_result(block, f"{where}[{index}]"))
         elif (part := _part(block, f"{where}[{index}]")) != Text(""):
             parts.append(part)
-    return [*results, ChatMessage(role, parts)] if parts or not results else results
+    if parts or not results:
+        return [*results, ChatMessage(role, parts)]
+    return results
 
 
 def _result(block: ContentBlock, where: str) -> ChatMessage:

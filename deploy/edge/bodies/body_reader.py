@@ -45,5 +45,8 @@ def _is_neutral(raw: Json, name: str, neutral: tuple[Any, ...]) -> bool:
     """True and 1 differ."""
     if isinstance(raw, UnsetType):
         return True
-    value = decode(raw, name, ANYTHING) if len(memoryview(raw)) <= _NEUTRAL_BYTES else ...
+    if len(memoryview(raw)) <= _NEUTRAL_BYTES:
+        value = decode(raw, name, ANYTHING)
+    else:
+        value = ...
     return value is None or any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)

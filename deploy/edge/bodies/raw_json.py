@@ -51,13 +51,17 @@ def first_characters(raw: Raw) -> bytes:
 
 def not_null(raw: Json) -> Raw | None:
     """None if the key is absent or null."""
-    return None if isinstance(raw, UnsetType) or first_characters(raw) == b"nu" else raw
+    if isinstance(raw, UnsetType) or first_characters(raw) == b"nu":
+        return None
+    return raw
 
 
 def copied(raw: Json) -> Raw | None:
     """As `not_null`, on one line, without keeping the body in memory."""
     given = not_null(raw)
-    return None if given is None else Raw(msgspec.json.format(given, indent=-1))
+    if given is None:
+        return None
+    return Raw(msgspec.json.format(given, indent=-1))
 
 
 def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V]) -> V:
@@ -103,7 +107,9 @@ def list_decoder(element: Any, most: int) -> msgspec.json.Decoder[list[Any]]:
 def read_list(raw: Json, key: str, decoder: msgspec.json.Decoder[list[Any]]) -> list[Any]:
     """Absent or null is empty."""
     given = not_null(raw)
-    return [] if given is None else decode(given, key, decoder)
+    if given is None:
+        return []
+    return decode(given, key, decoder)
 
 
 def read_small(raw: Json, key: str, decoder: msgspec.json.Decoder[V], most: int) -> V | None:
@@ -115,7 +121,9 @@ def read_small(raw: Json, key: str, decoder: msgspec.json.Decoder[V], most: int)
 
 
 def read_text(raw: Json, key: str) -> str | None:
-    return decode(raw, key, _TEXT) if isinstance(raw, Raw) and first_characters(raw)[:1] == b'"' else None
+    if isinstance(raw, Raw) and first_characters(raw)[:1] == b'"':
+        return decode(raw, key, _TEXT)
+    return None
 
 
 def _complaint(error: Exception, key: str, decoded: Any) -> InvalidRequest:
@@ -128,7 +136,10 @@ def _complaint(error: Exception, key: str, decoded: Any) -> InvalidRequest:
         what = "is required"
     if what.startswith("Invalid enum value"):
         what += f", not one of {', '.join(map(str, _allowed_values(type_info(decoded), _NAMES.findall(path))))}"
-    path = f"{key}{path}" if path.startswith("[") or not path else f"{key}.{path}".lstrip(".")
+    if path.startswith("[") or not path:
+        path = f"{key}{path}"
+    else:
+        path = f"{key}.{path}".lstrip(".")
     if not path:
         return InvalidRequest(f"The body must be a JSON object: {what}", code="invalid_json")
     return invalid(path[:200], what[:300])
@@ -145,5 +156,6 @@ def _allowed_values(kind: Type, path: list[str]) -> Sequence[Any]:
         case UnionType():
             inside = list(kind.types)
         case StructType():
-            inside, path = [field.type for field in kind.fields if [field.encode_name] == path[:1]], path[1:]
+            inside = [field.type for field in kind.fields if [field.encode_name] == path[:1]]
+            path = path[1:]
     return [value for one in inside for value in _allowed_values(one, path)]

@@ -25,7 +25,9 @@ _PLAIN = re.compile(r"[\w.:/@+,-]*", re.ASCII)
 def _plain(value: object) -> str:
     """Quote a value that could be read as several fields."""
     text = str(value)
-    return text if _PLAIN.fullmatch(text) else json.dumps(text)
+    if _PLAIN.fullmatch(text):
+        return text
+    return json.dumps(text)
 
 
 @dataclass
@@ -42,7 +44,10 @@ class AccessLog:
         began = scope.get(BEGAN, time.monotonic())
         deadline = began + self.service.settings.limits.request_timeout_s
         endpoint = endpoint_of(scope)
-        method = scope["method"] if scope["method"] in _METHODS else "OTHER"
+        if scope["method"] in _METHODS:
+            method = scope["method"]
+        else:
+            method = "OTHER"
         record = RequestRecord(request_id(scope["headers"]), method, endpoint.path, began, deadline, endpoint.operation)
         record.home = only(scope["headers"], b"x-quartet-home")
         record.traceparent = only(scope["headers"], b"traceparent")
@@ -76,6 +81,9 @@ class AccessLog:
         logs = self.service.settings.logs
         if (logs.access or level >= logging.ERROR) and logger.isEnabledFor(level):
             fields = access_fields(record)
-            detail = "".join(f" {name}={_plain(value)}" for name, value in fields.items()) if logs.format == "text" else ""
+            if logs.format == "text":
+                detail = "".join(f" {name}={_plain(value)}" for name, value in fields.items())
+            else:
+                detail = ""
             fields |= {"request_id": record.id, "http_method": record.method, "http_route": record.route}
             logger.log(level, "%s %s%s", record.method, record.route, detail, extra=fields)

@@ -176,7 +176,9 @@ def outermost(routes: Callable[[], Routes] | None = None) -> list[Middleware]:
     check_key = partial(sender, ring, proxies=limits.proxies) if ring is not None else None
     guard = Middleware(Limits, limits=limits, check_key=check_key, is_guard=True)
     around = [guard, Middleware(with_cors, limits=limits), Middleware(WithoutWebSockets)]
-    return [Middleware(Recovery, routes=routes), *around] if routes else around
+    if routes:
+        return [Middleware(Recovery, routes=routes), *around]
+    return around
 
 
 def with_cors(app: ASGIApp, limits: LimitSettings) -> ASGIApp:

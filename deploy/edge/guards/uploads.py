@@ -200,4 +200,6 @@ def noted_claim() -> Claim | None:
     loop = asyncio.get_running_loop()
     _APPLICATIONS.add(loop)
     guards_loop, claim = _GUARDS_CLAIM.get() or (None, None)
-    return claim if guards_loop is loop else None
+    if guards_loop is loop:
+        return claim
+    return None

@@ -60,7 +60,8 @@ async def refuse(error: QuartetError, shape: ErrorShape, scope: Scope, receive: 
     else:
         REQUEST_ID.set(name := request_id(scope["headers"]))
         ids = [(header, name.encode()) for header in shape.id_headers]
-        kind, status = type(error).__name__, status_of(error).status
+        kind = type(error).__name__
+        status = status_of(error).status
         logger.info(
             "rejected before routing: status=%d error=%s", status, kind, extra={"request_id": name, "status": status, "error": kind}
         )
@@ -84,4 +85,6 @@ def message_of(error: QuartetError) -> str:
 
 def _cut(message: str) -> str:
     clean = message.encode("utf-8", "replace").decode()
-    return clean if len(clean) <= MAX_MESSAGE else clean[: MAX_MESSAGE - 1] + "…"
+    if len(clean) <= MAX_MESSAGE:
+        return clean
+    return clean[: MAX_MESSAGE - 1] + "…"

@@ -82,4 +82,6 @@ def status_of(error: QuartetError) -> HttpStatus:
 
 
 def code_of(error: QuartetError) -> str | None:
-    return error.code if isinstance(error, InvalidRequest) and error.code else status_of(error).code
+    if isinstance(error, InvalidRequest) and error.code:
+        return error.code
+    return status_of(error).code

@@ -26,7 +26,9 @@ REQUEST_ID_FORM = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 def request_id(headers: Headers) -> str:
     """The client's x-request-id if well-formed, else a new one."""
     given = only(headers, b"x-request-id")
-    return given.decode() if given is not None and REQUEST_ID_FORM.fullmatch(given) else secrets.token_hex(16)
+    if given is not None and REQUEST_ID_FORM.fullmatch(given):
+        return given.decode()
+    return secrets.token_hex(16)
 
 
 def note_server_send(send: Send) -> None:
@@ -37,7 +39,9 @@ def note_server_send(send: Send) -> None:
 def server_send() -> Send | None:
     """None if this process has no HTTP server, or it runs on another loop."""
     loop, send = _SERVER_SEND.get() or (None, None)
-    return send if loop is asyncio.get_running_loop() else None
+    if loop is asyncio.get_running_loop():
+        return send
+    return None
 
 
 def values_of(headers: Headers, lower_name: bytes) -> list[bytes]:
@@ -46,7 +50,9 @@ def values_of(headers: Headers, lower_name: bytes) -> list[bytes]:
 
 def only(headers: Headers, lower_name: bytes) -> bytes | None:
     values = values_of(headers, lower_name)
-    return values[0] if len(values) == 1 else None
+    if len(values) == 1:
+        return values[0]
+    return None
 
 
 def is_from_loopback(scope: Scope) -> bool:
@@ -55,7 +61,9 @@ def is_from_loopback(scope: Scope) -> bool:
 
 
 def client_name(scope: Scope, key: str | None, proxies: Sequence[str]) -> str:
-    return client_address(scope, proxies) if key is None else f"key {key}"
+    if key is None:
+        return client_address(scope, proxies)
+    return f"key {key}"
 
 
 def client_address(scope: Scope, proxies: Sequence[str] = ()) -> str:

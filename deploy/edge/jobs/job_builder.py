@@ -99,13 +99,18 @@ class JobBuilder:
         banned = map(self.text.control_id, CALL_TOKENS) if chat.choice.mode == "none" and chat.tools else ()
         limit = ask.sampling.max_tokens or settings.max_tokens or settings.max_len
         job = self._job(ask, [prompt], limit, scored=1, banned=[token for token in banned if token is not None])
-        items = media_items(prompt, media, self.text) if media else ()
+        if media:
+            items = media_items(prompt, media, self.text)
+        else:
+            items = ()
         return replace(job, markers=self._markers, tools=tools, one_call=chat.choice.one, media=items), _form(ask)
 
     def _thinks(self, chat: ChatPrompt) -> bool:
         if chat.thinks is not None:
             return chat.thinks
-        return self.text.thinks_by_default if self.settings.thinking == "auto" else self.settings.thinking == "on"
+        if self.settings.thinking == "auto":
+            return self.text.thinks_by_default
+        return self.settings.thinking == "on"
 
     async def _grammar(self, wants: Constraints, make: GrammarMaker, param: str, client: str) -> Grammar | None:
         """Rules that only the server wants are dropped first. InvalidRequest, Overloaded."""
@@ -134,7 +139,10 @@ class JobBuilder:
 
     def _tokenized(self, ask: Ask, raw: RawPrompts) -> tuple[Job, AnswerForm | None]:
         sampling = ask.sampling
-        limit = COMPLETION_TOKENS if sampling.max_tokens is None else max(1, sampling.max_tokens)
+        if sampling.max_tokens is None:
+            limit = COMPLETION_TOKENS
+        else:
+            limit = max(1, sampling.max_tokens)
         job = self._job(ask, [self._tokens(source, ask.prompt_key) for source in raw.sources], limit, scored=sampling.n)
         if raw.echo:
             decode = partial(self.text.decode, skip_special_tokens=sampling.skip_special_tokens)
@@ -226,7 +234,8 @@ class JobBuilder:
         )
 
     def _check_limits(self, ask: Ask, prompts: int) -> None:
-        sampling, limits = ask.sampling, self.settings.limits
+        sampling = ask.sampling
+        limits = self.settings.limits
         if ask.priority < (most := limits.min_priority):
             raise invalid("priority", f"{ask.priority} is more urgent than {most}, the most urgent allowed here")
         if sampling.n > (most := limits.n):
@@ -267,12 +276,17 @@ def too_long(size: str, max_len: int, param: str) -> InvalidRequest:
 
 
 def _given(value: Any, default: Any) -> Any:
-    return default if value is None else value
+    if value is None:
+        return default
+    return value
 
 
 def _seeds(seed: int | None, n: int) -> list[int]:
     """Seeds in [0, 2**63): the given one first, then mixed ones; random without a seed."""
-    first = secrets.randbits(_SEED_BITS) if seed is None else seed
+    if seed is None:
+        first = secrets.randbits(_SEED_BITS)
+    else:
+        first = seed
     return [(first ^ (_MIX * choice)) & (2**_SEED_BITS - 1) for choice in range(n)]
 
 

@@ -35,7 +35,9 @@ def logit_adjustments(
         if len(biases) > MAX_BIAS_IDS:
             raise invalid("logit_bias", f"{excess}, those that tool_choice none forbids among them")
         raise invalid("bad_words", excess)  # other lists are bounded where they are read
-    return adjusted if adjusted != LogitAdjustments() else None
+    if adjusted != LogitAdjustments():
+        return adjusted
+    return None
 
 
 def _spellings(words: Sequence[str], encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:

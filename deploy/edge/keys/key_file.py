@@ -136,7 +136,9 @@ def time_of(value: str | None) -> datetime | None:
         moment = datetime.fromisoformat(value)
     except ValueError as error:
         raise ConfigError("expires: neither a day nor a time as in 2027-01-01 or 2027-01-01T12:00:00Z") from error
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    if moment.tzinfo is not None:
+        return moment
+    return moment.replace(tzinfo=UTC)
 
 
 def _check_holder(keys: list[ApiKey]) -> None:

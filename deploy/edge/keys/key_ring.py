@@ -67,7 +67,9 @@ class KeyRing:
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
                 match = key
-        return None if match is None or match.has_expired(datetime.now(UTC)) else match
+        if match is None or match.has_expired(datetime.now(UTC)):
+            return None
+        return match
 
     async def open(self, key: ApiKey) -> RequestGrant:
         return await self._quotas.open(key.name)

@@ -43,7 +43,10 @@ class Bucket:
 
     def resize(self, per_minute: int) -> None:
         """A debt stays, unless there is no limit now."""
-        self._level = _UNLIMITED if per_minute == _UNLIMITED else self.level()
+        if per_minute == _UNLIMITED:
+            self._level = _UNLIMITED
+        else:
+            self._level = self.level()
         self.per_minute = per_minute
 
 

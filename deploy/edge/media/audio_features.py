@@ -13,7 +13,9 @@ Array = npt.NDArray[np.float32]
 
 RATE = 16_000
 CLIP_SAMPLES = 30 * RATE  # the most that the tower was trained on
-_FRAME, _HOP, _FFT = 320, 160, 512
+_FRAME = 320
+_HOP = 160
+_FFT = 512
 _WINDOW = np.hanning(_FRAME + 1)[:-1].astype(np.float32)  # Hann's, periodic
 _CUT_SAMPLES, _QUIET = 10 * RATE, RATE // 10  # a cut is in a clip's last 10 s, in the middle of their quietest 0.1 s
 

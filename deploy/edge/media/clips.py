@@ -51,7 +51,8 @@ def _frames(stream: Any) -> Iterator[AudioFrame]:
 
 
 def _mono(stream: Any, most_seconds: float) -> Iterator[Array]:
-    resampler, samples = AudioResampler("fltp", rate=RATE), 0
+    resampler = AudioResampler("fltp", rate=RATE)
+    samples = 0
     for frame in chain(_frames(stream), [None]):  # at last what the resampler holds
         samples += frame.samples if frame else 0
         check_seconds(samples / stream.rate, "audio", most_seconds)

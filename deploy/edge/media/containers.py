@@ -52,7 +52,10 @@ def opened_stream(data: bytes, kind: Literal["audio", "video"], most_seconds: fl
     stream = open_container(io.BytesIO(data), "r", format=name, options=options).streams.best(kind)
     if stream is None or stream.disposition & Disposition.attached_pic:
         raise InvalidRequest(f"it holds no {kind}")
-    codec = stream.codec_context.name if stream.codec_context else "of a codec that is unknown"
+    if stream.codec_context:
+        codec = stream.codec_context.name
+    else:
+        codec = "of a codec that is unknown"
     if codec not in _CODECS[kind]:
         raise InvalidRequest(f"its {kind} is {codec}; read are {', '.join(_CODECS[kind])}")
     if stream.duration and stream.time_base and name not in _GUESSED:

@@ -39,7 +39,8 @@ def fetched(url: str, rules: MediaSettings) -> bytes:
 def _checked(url: str, rules: MediaSettings) -> SplitResult:
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname or "", parts.port
+        host = parts.hostname or ""
+        _ = parts.port
     except ValueError as error:
         raise InvalidRequest(f"its URL is invalid: {error}") from None
     if parts.scheme not in ("http", "https") or not host or parts.username is not None:

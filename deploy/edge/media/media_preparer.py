@@ -49,7 +49,10 @@ class MediaPreparer:
             if part.kind not in settings.media_kinds:
                 raise invalid(key, f"this model reads no {_PLURALS[part.kind]}")
         limits = DecodeTask(**msgspec.structs.asdict(settings.media), row_samples=settings.row_samples)
-        turns = self._remote if any(part.is_remote for part in media) else self._local
+        if any(part.is_remote for part in media):
+            turns = self._remote
+        else:
+            turns = self._local
         request = _MediaRequest(client)
         async with turns.place(client):
             tasks = [
@@ -122,9 +125,11 @@ def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProc
 
 def _items(medium: Prepared, runs: list[tuple[int, int]]) -> Iterator[MediaItem]:
     if not medium.clips:
-        first, end = runs[0][0], runs[-1][1]
+        first = runs[0][0]
+        end = runs[-1][1]
         yield MediaItem(first, end - first, medium.digest, tuple(runs), medium.kind, medium.shape, medium.data)
-    data, row_bytes = memoryview(medium.data), len(medium.data) // medium.shape[0]
+    data = memoryview(medium.data)
+    row_bytes = len(medium.data) // medium.shape[0]
     for (first, end), rows in zip(runs, medium.clips, strict=False):
         clip = bytes(data[: rows * row_bytes])
         data = data[rows * row_bytes :]

@@ -32,11 +32,14 @@ _STRIP_PIXELS = 1 << 20  # resized at once in width: the whole raster is never h
 
 def target_size(height: int, width: int, budget: int) -> tuple[int, int]:
     factor = math.sqrt(budget * CELL**2 / (height * width))
-    rows, columns = math.floor(factor * height / CELL), math.floor(factor * width / CELL)
+    rows = math.floor(factor * height / CELL)
+    columns = math.floor(factor * width / CELL)
     if rows == 0:
-        rows, columns = 1, min(width // height, budget)
+        rows = 1
+        columns = min(width // height, budget)
     elif columns == 0:
-        rows, columns = min(height // width, budget), 1
+        rows = min(height // width, budget)
+        columns = 1
     return rows * CELL, columns * CELL
 
 
@@ -54,7 +57,10 @@ def prepare_image(task: DecodeTask, data: bytes) -> Prepared:
     """The first frame of an image. InvalidRequest."""
     image = upright(opened(data, task.pixels))
     width, height = image.size
-    budget = least_budget(height, width, task.max_soft_tokens) if task.budget is None else min(task.budget, task.max_soft_tokens)
+    if task.budget is None:
+        budget = least_budget(height, width, task.max_soft_tokens)
+    else:
+        budget = min(task.budget, task.max_soft_tokens)
     raster = resized(image, target_size(height, width, budget))
     return prepared("image", raster, f"<|image>{'<|image|>' * soft_tokens(raster)}<image|>")
 
@@ -87,7 +93,8 @@ def opened(data: bytes, pixels: int) -> Image.Image:
 
 
 def _check_scans(jpeg: bytes) -> None:
-    offset, scans = 2, 0
+    offset = 2
+    scans = 0
     while scans <= MAX_SCANS and (marker := _MARKER.search(jpeg, offset)) and marker[1] != b"\xd9":
         scans += marker[1] == b"\xda"
         offset = marker.end() + int.from_bytes(jpeg[marker.end() : marker.end() + 2])
@@ -104,7 +111,9 @@ def check_pixels(width: int, height: int, most: int) -> None:
 def upright(image: Image.Image) -> Image.Image:
     image.load()
     turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
-    return image if turn is None else image.transpose(turn)
+    if turn is None:
+        return image
+    return image.transpose(turn)
 
 
 def resized(image: Image.Image, size: tuple[int, int]) -> "np.ndarray[Any, Any]":

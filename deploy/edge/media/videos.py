@@ -36,7 +36,9 @@ _DEFAULT_MS = 100  # of an animation's frame that does not say how long it stays
 
 def prepare_video(task: DecodeTask, data: bytes) -> Prepared:
     """InvalidRequest: unreadable."""
-    rasters, times, size = [], [], None
+    rasters = []
+    times = []
+    size = None
     frames = _listed if task.media_type == FRAMES_TYPE else _filmed if demuxer(data) in _FILMS else _animated
     for frame, time in frames(task, data):
         size = size or frame.size
@@ -97,16 +99,23 @@ def _filmed(task: DecodeTask, data: bytes) -> TimedFrames:
 
 def _rate(stream: Any, times: Sequence[int]) -> float:
     """The header's or, where times contradict it (Matroska), the mean."""
-    rate, tick = float(stream.average_rate or _UNTIMED_FPS), float(stream.time_base)
-    seconds, steps = (times[-1] - times[0]) * tick if times else 0.0, len(times) - 1
+    rate = float(stream.average_rate or _UNTIMED_FPS)
+    tick = float(stream.time_base)
+    seconds = (times[-1] - times[0]) * tick if times else 0.0
+    steps = len(times) - 1
     is_belied = "matroska" in stream.container.format.name and abs(steps / rate - seconds) > 2 * tick  # times are rounded
-    return steps / seconds if seconds and is_belied else rate
+    if seconds and is_belied:
+        return steps / seconds
+    return rate
 
 
 def _packets(stream: Any) -> list[Packet]:
     """Packets of all frames. InvalidRequest: too many."""
     full = (packet for packet in stream.container.demux(stream) if packet.size)
-    packets = [] if stream.frames > FILMED_FRAMES else list(islice(full, FILMED_FRAMES + 1))
+    if stream.frames > FILMED_FRAMES:
+        packets = []
+    else:
+        packets = list(islice(full, FILMED_FRAMES + 1))
     if (count := max(stream.frames, len(packets))) > FILMED_FRAMES:
         raise InvalidRequest(f"it has {count} frames or more; at most {FILMED_FRAMES} are read")
     return packets
@@ -156,4 +165,6 @@ def _time(shown: Packet | VideoFrame) -> int:
 
 
 def _sampled(count: int) -> Sequence[int]:
-    return range(count) if count <= FRAMES else [index * count // FRAMES for index in range(FRAMES)]
+    if count <= FRAMES:
+        return range(count)
+    return [index * count // FRAMES for index in range(FRAMES)]

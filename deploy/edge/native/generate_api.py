@@ -66,7 +66,9 @@ class GenerateTextRequest(FrozenStruct):
         text = self.text
         if (text is None) == (not_null(self.input_ids) is None):
             raise invalid("text", "either a text or input_ids")
-        return token_ids(self.input_ids, "input_ids", PROMPT_IDS) if text is None else text
+        if text is None:
+            return token_ids(self.input_ids, "input_ids", PROMPT_IDS)
+        return text
 
     def _params(self) -> GenerateParams:
         read_small(self.sampling_params, "sampling_params", _KEYS, _PARAMS_BYTES)  # raises what its keys do not

@@ -42,7 +42,9 @@ class TokenizeRequest(FrozenStruct):
             raise invalid("prompt", "either a prompt or messages")
         if has_messages and self.add_special_tokens:
             raise unsupported("add_special_tokens", "false where there are messages")  # the template has them all
-        return read_chat(self) if has_messages else None
+        if has_messages:
+            return read_chat(self)
+        return None
 
 
 class DetokenizeRequest(FrozenStruct):

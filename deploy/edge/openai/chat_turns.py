@@ -152,7 +152,10 @@ def _part(part: ContentPart, where: str) -> Part:
         return media_part("audio", _clip_url(part.input_audio), where)
     if (kind := _URL_PARTS.get(part.type)) is not None:
         value: _Url = getattr(part, f"{kind}_url")
-        media = value if isinstance(value, MediaUrl) else MediaUrl(value, part.detail)
+        if isinstance(value, MediaUrl):
+            media = value
+        else:
+            media = MediaUrl(value, part.detail)
         return media_part(kind, media.url, where, _DETAILS.get(media.detail))
     return text_part(part.type, part.refusal or part.text, where, _TEXTS)
 
@@ -160,7 +163,9 @@ def _part(part: ContentPart, where: str) -> Part:
 def _clip_url(clip: InputAudio | None) -> str | None:
     if clip is None or not clip.data:
         return None
-    return clip.data if clip.data[:5].lower() == "data:" else f"data:audio/{clip.format};base64,{clip.data}"
+    if clip.data[:5].lower() == "data:":
+        return clip.data
+    return f"data:audio/{clip.format};base64,{clip.data}"
 
 
 def _call(call: ToolCall) -> PastCall:

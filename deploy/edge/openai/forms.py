@@ -70,7 +70,10 @@ class _Base(DataEvents, abc.ABC):
         self._skips = request.skip_special_tokens is not False
         self._created = int(time.time())
         self._head = b"data: " + encode(self._identity(self.CHUNK))[:-1] + b',"choices":['
-        self._tail = b"]}\n\n" if self._usage_chunks == "none" else b'],"usage":null}\n\n'
+        if self._usage_chunks == "none":
+            self._tail = b"]}\n\n"
+        else:
+            self._tail = b'],"usage":null}\n\n'
         self._tokens = 0  # for the usage in each chunk
         self._choices: dict[int, _ChoiceSoFar] = {}
 
@@ -93,7 +96,10 @@ class _Base(DataEvents, abc.ABC):
         events = b""
         if index not in self._choices:
             self._choices[index] = _ChoiceSoFar()
-            events = self._event(index, self.FIRST) if self.FIRST else b""
+            if self.FIRST:
+                events = self._event(index, self.FIRST)
+            else:
+                events = b""
         if delta.parts or delta.logprobs or delta.prompt:
             events += self._chunk(index, delta)
         if delta.finish is None:
@@ -123,7 +129,9 @@ class _Base(DataEvents, abc.ABC):
         return {}
 
     def _scored(self, choice: _ChoiceSoFar) -> JsonObject:
-        return {} if self._prompt_logprobs is None else {"prompt_logprobs": _array(choice.prompt)}
+        if self._prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": _array(choice.prompt)}
 
     def _prompt_entry(self, token: int, rank: int, logprobs: Logprobs) -> JsonObject:
         """The token itself comes first."""
@@ -164,7 +172,9 @@ class ChatFormat(_Base):
         return self._scored(self._choices[0])
 
     def _lists(self, entries: JsonObject | None) -> JsonObject | None:
-        return {**entries, "refusal": None} if entries else None
+        if entries:
+            return {**entries, "refusal": None}
+        return None
 
     def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> JsonObject | None:  # noqa: ARG002 - as the text has it
         if not delta.logprobs:
@@ -274,4 +284,6 @@ def text_of(delta: Delta) -> str:
 
 
 def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else _FLOOR
+    if math.isfinite(logprob):
+        return logprob
+    return _FLOOR

@@ -201,7 +201,9 @@ def _functions(raw: Json, where: str, namespace: DeclaredTool | None = None) -> 
 
 
 def _full_name(namespace: str | None, name: str) -> str:
-    return f"{namespace}.{name}" if namespace else name
+    if namespace:
+        return f"{namespace}.{name}"
+    return name
 
 
 def _with_instructions(instructions: str | None, messages: list[ChatMessage]) -> list[ChatMessage]:
@@ -209,7 +211,9 @@ def _with_instructions(instructions: str | None, messages: list[ChatMessage]) ->
     later = list(dropwhile(lambda message: message.role == "system", messages))
     first = (str(message.content) for message in messages[: len(messages) - len(later)])
     text = "\n\n".join(filter(None, [instructions, *first]))
-    return [ChatMessage("system", text), *later] if text else later
+    if text:
+        return [ChatMessage("system", text), *later]
+    return later
 
 
 def _chat_messages(items: list[InputItem]) -> list[ChatMessage]:
@@ -222,7 +226,10 @@ def _chat_messages(items: list[InputItem]) -> list[ChatMessage]:
         kind = item.type or "message"
         rank = -1
         if message.role == "assistant":
-            rank = _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
+            if kind in _ORDER:
+                rank = _ORDER.index(kind)
+            else:
+                rank = len(_ORDER)
         if 0 <= before <= rank:
             runs[-1].append(message)
         else:
@@ -281,7 +288,9 @@ def _thought(item: InputItem, where: str) -> str:
 
 
 def _content(content: Content, where: str) -> str | list[Part]:
-    return content_of(content_parts(content, where)) if isinstance(content, list) else _required(content, where)
+    if isinstance(content, list):
+        return content_of(content_parts(content, where))
+    return _required(content, where)
 
 
 def _text(content: Content, where: str) -> str:

@@ -71,7 +71,9 @@ class ResponseObject(BlockFormat):
         self._delta = b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%%d,"delta":%%b}\n\n' % (kind, kind, where)
         item = self._item(block, "in_progress") | ({} if block.kind == "call" else {"content": []})
         added = self._event("response.output_item.added", output_index=block.index, item=item)
-        return added if block.kind == "call" else added + self._part_event("added", block, "")
+        if block.kind == "call":
+            return added
+        return added + self._part_event("added", block, "")
 
     def grown(self, block: ReplyBlock, text: str) -> bytes:  # noqa: ARG002 - `_delta` knows it
         return self._delta % (next(self._sequence), encode(text))
@@ -98,7 +100,9 @@ class ResponseObject(BlockFormat):
 
     def _location(self, block: ReplyBlock) -> JsonObject:
         item = {"item_id": self._item_id(block), "output_index": block.index}
-        return item if block.kind == "call" else item | {"content_index": 0}
+        if block.kind == "call":
+            return item
+        return item | {"content_index": 0}
 
     def _part_event(self, what: str, block: ReplyBlock, text: str) -> bytes:
         return self._event(f"response.content_part.{what}", **self._location(block), part=_part(block, text))
@@ -122,12 +126,16 @@ class ResponseObject(BlockFormat):
         return self._namespaced.get(block.name, {"name": block.name})
 
     def _status(self) -> str:
-        return "incomplete" if self.choice.finish == "length" else "completed"
+        if self.choice.finish == "length":
+            return "incomplete"
+        return "completed"
 
     def _status_of(self, block: ReplyBlock) -> str:
         if self.choice.finish not in (None, "length") or block is not self.choice.blocks[-1]:
             return "completed"
-        return "completed" if block.kind == "call" and json_kind(block.text) else "incomplete"
+        if block.kind == "call" and json_kind(block.text):
+            return "completed"
+        return "incomplete"
 
     def _response(self, status: str, usage: Usage | None = None) -> JsonObject:
         is_over = status != "in_progress"

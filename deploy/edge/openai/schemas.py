@@ -176,11 +176,16 @@ class CompletionRequest(CompletionKeys, kw_only=True):
 
     @property
     def echoed_logprobs(self) -> int | None:
-        return self.logprobs if self.echo else None
+        if self.echo:
+            return self.logprobs
+        return None
 
     def ask(self) -> Ask:
         """InvalidRequest names the key."""
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.max_completion_tokens is None:
+            limit = self.max_tokens
+        else:
+            limit = self.max_completion_tokens
         if limit == 0 and not self.echo:
             raise invalid("max_tokens", "0 only with echo: true")
         if self.best_of is not None and self.best_of != (self.n or 1):

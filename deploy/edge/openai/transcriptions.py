@@ -42,8 +42,14 @@ class TranscriptionRequest(CommonSamplingKeys, kw_only=True):
 
     def ask(self) -> Ask:
         """Greedy by default, as OpenAI's is."""
-        language = f"the language {self.language}" if self.language else "its original language"
-        context = f"\n\nContext: {self.prompt}" if self.prompt else ""
+        if self.language:
+            language = f"the language {self.language}"
+        else:
+            language = "its original language"
+        if self.prompt:
+            context = f"\n\nContext: {self.prompt}"
+        else:
+            context = ""
         parts: list[Part] = [Text(_INSTRUCTION.format(language=language) + context), Media("audio", f"data:;base64,{self.file}")]
         return Ask(
             prompt=ChatPrompt([ChatMessage("user", parts)], thinks=False),
@@ -67,13 +73,17 @@ class TranscriptionFormat(OneChoice, DataEvents):
     def events(self, index: int, delta: Delta) -> bytes:
         self.add(index, delta)
         added = text_of(delta)
-        return data_event({"type": "transcript.text.delta", "delta": added}) if added else b""
+        if added:
+            return data_event({"type": "transcript.text.delta", "delta": added})
+        return b""
 
     def end(self, usage: Usage) -> bytes:
         return data_event({"type": "transcript.text.done", **self._said(usage)}) + DONE
 
     def full(self, usage: Usage) -> bytes:
-        return self.choice.content.encode() if self._plain else msgspec.json.encode(self._said(usage))
+        if self._plain:
+            return self.choice.content.encode()
+        return msgspec.json.encode(self._said(usage))
 
     def _said(self, usage: Usage) -> JsonObject:
         details = {"text_tokens": usage.prompt - usage.media["audio_tokens"], **usage.media}

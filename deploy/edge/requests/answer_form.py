@@ -37,14 +37,18 @@ class _StructuralTag(FrozenStruct):
 
 def form_of(values: Mapping[str, Json]) -> LazyForm | None:
     given = {key: raw for key, value in values.items() if (raw := not_null(value)) is not None}
-    return partial(_only_form, given) if given else None
+    if given:
+        return partial(_only_form, given)
+    return None
 
 
 def _only_form(given: Mapping[str, Raw]) -> AnswerForm | None:
     forms = [AnswerForm(rules, key) for key, raw in given.items() if (rules := _rules(raw, key)) is not None]
     if len(forms) > 1:
         raise InvalidRequest(f"{', '.join(form.key for form in forms)}: only one of them", param=forms[0].key)
-    return forms[0] if forms else None
+    if forms:
+        return forms[0]
+    return None
 
 
 def _rules(raw: Raw, key: str) -> str | None:

@@ -56,7 +56,9 @@ def said_thinking(enabled: bool | None, switch: ThinkingSwitch | None, effort: E
         return enabled
     if switch is not None and switch.type is not None:
         return switch.type != "disabled"
-    return None if effort is None else effort != "none"
+    if effort is None:
+        return None
+    return effort != "none"
 
 
 def check_bounds(values: Iterable[Json | bytes], key: str, what: str) -> None:
@@ -86,7 +88,9 @@ def media_part(kind: MediaKind, url: str | None, where: str, budget: int | None 
 
 def content_of(parts: list[Part]) -> str | list[Part]:
     texts = [part.text for part in parts if isinstance(part, Text)]
-    return "".join(texts) if len(texts) == len(parts) else parts
+    if len(texts) == len(parts):
+        return "".join(texts)
+    return parts
 
 
 def declared_function(name: str | None, tool: Any, parameters: Json) -> JsonObject:

@@ -139,7 +139,9 @@ class EventStream:
         if events:
             self._is_silent = False
             self._unsent = start(self._send_more({"type": "http.response.body", "body": events, "more_body": True}))
-        return None if self._unsent is None else (b"", None)
+        if self._unsent is None:
+            return None
+        return (b"", None)
 
     async def take(self, made: Events) -> None:
         events, rest = made
@@ -174,7 +176,8 @@ class EventStream:
 
     async def _write(self, body: bytes, *, more: bool) -> None:
         """The first chunk brings the headers."""
-        unsent, self._unsent = self._unsent, None
+        unsent = self._unsent
+        self._unsent = None
         self._is_silent = False
         self._is_closed = not more
         timeout_s = self._limits.write_timeout_s

@@ -78,7 +78,10 @@ class Service:
 
     def check_holder(self, record: RequestRecord, model: str | None) -> None:
         """Forbidden: the API key's holder may not use this model."""
-        names = self.settings.names if model in (None, *self.settings.names) else (str(model),)
+        if model in (None, *self.settings.names):
+            names = self.settings.names
+        else:
+            names = (str(model),)
         if not any(map(record.may_ask, names)):
             raise Forbidden(f"This API key may not use the model `{names[0]}`.")
 
@@ -117,5 +120,8 @@ class Service:
         isolated = self.settings.limits.isolate_cache
         if isolated is None:
             isolated = self.keys is not None
-        shared = sha256(tenant.encode()).hexdigest() if isolated else ""
+        if isolated:
+            shared = sha256(tenant.encode()).hexdigest()
+        else:
+            shared = ""
         return f"{len(shared)}:{shared}{ask.salt}"
