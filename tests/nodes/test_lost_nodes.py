@@ -230,7 +230,7 @@ def is_refused(cluster: RayCluster) -> bool:
 def test_loopback_is_refused_on_several_nodes(cluster: RayCluster) -> None:
     """A config for one machine, as deploy/gemma4.yaml is: in one line. Planted: with 0.0.0.0 the tests before were served."""
     cluster.config["http_options"]["host"] = "127.0.0.1"
-    cluster.deploy()
+    cluster.deploy(paced=False)
     wait(lambda: "DEPLOY_FAILED" in cluster.on_head("serve status"), 60, lambda: cluster.on_head("serve status"))
     said = " ".join(cluster.on_head("serve status").split())
     assert "http_options.host: 127.0.0.1: this cluster has 3 nodes" in said

@@ -102,12 +102,13 @@ class RayCluster:
         """What `script` prints on the head, in the environment of its Ray."""
         return self.head.run(f"{self._settings('head')} && {script}", self.environ, timeout_s)
 
-    def deploy(self, replicas: int = 2, **args: Any) -> None:
-        """`serve deploy` of the config with so many replicas and other `args`."""
+    def deploy(self, replicas: int = 2, *, paced: bool = True, **args: Any) -> None:
+        """`serve deploy` of the config with so many replicas and other `args`. paced: not the application, whose ranks compute."""
         self.deployment["num_replicas"] = replicas
         self.args.update(args)
         self._write(self.head)
-        self.on_head(f"{PACED} && {DEPLOY} /tmp/paced.yaml 2>&1")
+        deploy = f"{PACED} && {DEPLOY} /tmp/paced.yaml" if paced else f"{DEPLOY} /tmp/cluster.yaml"
+        self.on_head(f"{deploy} 2>&1")
 
     def drain(self, machine: Machine, seconds: int) -> None:
         """`ray drain-node` of a machine that will end so many seconds later."""
