@@ -50,6 +50,10 @@ EXPLAINED: dict[str, str] = {
         "Only a sequence that was preempted in the same step has no share. A token of it at once is as right.",
     "engine/rank/int4.py:Int4Weight.loaded:constant:3":
         "Blocks bound the memory of a copy. Blocks of two rows give the same words.",
+    "deploy/edge/media/audio_features.py:raw_rows:constant:2":
+        "numpy reads any negative number of a shape as -1.",
+    "deploy/edge/guards/uploads.py:Uploads.__init__:constant:1":
+        "What was freed is counted anew when the line forms, before it is read.",
     "kernels/sequence_parallel.py:SequenceParallel._send:dropped:1":
         "It orders two streams of a GPU. The CPU has none.",
 }

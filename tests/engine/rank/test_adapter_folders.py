@@ -186,7 +186,15 @@ def test_a_pattern_that_is_no_regex_is_refused(nano: Nano, folder: Path) -> None
 
 
 def test_files_that_are_no_adapter(nano: Nano, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Absent, pickled, cut short, with a tensor a byte, without a config: each is said as it is."""
+    """With a config above 1 MiB, absent, pickled, cut short, with a tensor a byte, without a config: each is said as it is."""
+    config = folder / "adapter_config.json"
+    text = config.read_bytes()
+    config.write_bytes(text.ljust(1 << 20))
+    assert mapped(folder, nano("26b-a4b")).matrices
+    config.write_bytes(text.ljust((1 << 20) + 1))
+    with pytest.raises(CheckpointError, match="no file of at most 1048576 bytes"):
+        mapped(folder, nano("26b-a4b"))
+    config.write_bytes(text)
     monkeypatch.setattr(adapter_tensors, "MAX_TENSORS", 10)
     with pytest.raises(CheckpointError, match="tensors; at most 10"):
         mapped(folder, nano("26b-a4b"))
@@ -198,7 +206,7 @@ def test_files_that_are_no_adapter(nano: Nano, folder: Path, monkeypatch: pytest
     (folder / "adapter_model.bin").write_bytes(b"pickle")
     with pytest.raises(CheckpointError, match=r"adapter_model\.bin, and only safetensors are read"):
         mapped(folder, nano("26b-a4b"))
-    (folder / "adapter_config.json").unlink()
+    config.unlink()
     with pytest.raises(CheckpointError, match=r"adapters\.mine: .*does not exist"):
         mapped(folder, nano("26b-a4b"))
 
