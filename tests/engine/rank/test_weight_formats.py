@@ -148,6 +148,13 @@ def test_random_weights(nano: Nano, tmp_path: Path) -> None:
     assert down.weight.std().item() == pytest.approx(down.shape[1] ** -0.5, rel=0.03)
 
 
+def test_random_words_stay_those_of_a_seed() -> None:
+    """int4's words of a few normal numbers: random models, and figures of them, are the same in each version."""
+    draw = FORMATS["int4"][0].tensors[0].draw
+    assert draw is not None
+    assert draw(torch.tensor([0.5, -1.25, 3.0]), 1).tolist() == [-1682122624, -1163402560, 644682496]
+
+
 def test_what_is_wrong_is_named(nano: Nano, tmp_path: Path) -> None:
     """A scale that is missing, values of another dtype, and a block that ranks would cut, each by its tensor."""
     packed, _ = written(nano("31b"), tmp_path)
