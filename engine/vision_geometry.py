@@ -47,10 +47,13 @@ class VisionGeometry(Geometry):
 
     def check(self, item: MediaItem) -> None:
         """InvalidRequest unless the item has data for each of its positions."""
-        *frames, height, width, channels = item.shape if len(item.shape) > 2 else (0, 0, 0)
+        wrong = InvalidRequest(f"{len(item.data)} bytes of {item.kind} are not of shape {item.shape}, of multiples of {SIDE}")
+        if len(item.shape) < 3:
+            raise wrong
+        *frames, height, width, channels = item.shape
         cells = math.prod(frames) * (height // SIDE) * (width // SIDE)
         if len(item.data) != math.prod(item.shape) or height % SIDE or width % SIDE or channels != 3:
-            raise InvalidRequest(f"{len(item.data)} bytes of {item.kind} are not of shape {item.shape}, of multiples of {SIDE}")
+            raise wrong
         if max(height, width) > SIDE * self.longest or cells != item.soft_tokens:
             raise InvalidRequest(f"{item.kind} of shape {item.shape} does not fit its positions, or is longer than {self.longest}")
 

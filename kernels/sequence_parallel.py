@@ -220,7 +220,7 @@ def _norm_own(
     lane = tl.arange(0, BLOCK)
     live = lane < N
     post_weight = tl.load(post + lane, live, 0.0)
-    next_weight = None if next_norm is None else tl.load(next_norm + lane, live, 0.0)
+    next_weight = None if next_norm is None else tl.load(next_norm + lane, live)
     factor = None if scalar is None else tl.load(scalar).to(tl.float32)
     wait(PDL)
     trigger(PDL)

@@ -22,7 +22,7 @@ _CUT_SAMPLES, _QUIET = 10 * RATE, RATE // 10  # a cut is in a clip's last 10 s, 
 
 def log_mels(samples: Array) -> Array:
     """samples [n] -> [(n - 1) // 160, 128]; empty for 160 samples or fewer."""
-    padded = np.pad(samples, (_HOP, 0))
+    padded = np.concatenate([np.zeros(_HOP, samples.dtype), samples])
     count = max(0, (len(samples) - 1) // _HOP)
     if not count:
         return np.zeros((0, MELS), np.float32)

@@ -13,6 +13,7 @@ from engine.rank.load.random_fill import dummy
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Parallel, Single
+from kernels.four_bits import interleaved
 from tests.support.engine.format_model import logits, write_base
 from tests.support.engine.quantised import saved
 from tests.support.engine.threads import run_ranks
@@ -41,3 +42,13 @@ def test_random_words_are_those_of_one_model(tmp_path: Path) -> None:
     assert torch.equal(down[0].weight, torch.cat([down[1].weight, down[2].weight], 1))
     assert not torch.equal(down[0].weight, torch.cat([down[2].weight, down[1].weight], 1))
     assert 0.5 < down[0].weight.std() * down[0].shape[1] ** 0.5 < 2
+
+
+def test_words_are_brought_into_the_kernels_order() -> None:
+    """Of any number of rows, in the same memory."""
+    made = Int4Weight((12, 128), torch.float32, torch.device("cpu"))
+    made.values = torch.arange(12 * 16, dtype=torch.int32).view(12, 16)
+    stored = made.values.clone()
+    made.loaded()
+    assert torch.equal(made.values, interleaved(stored))
+    assert not torch.equal(made.values, stored)
