@@ -52,6 +52,14 @@ def test_a_picture_fits_its_positions(nano: Nano) -> None:
             vision.check(wrong)
 
 
+def test_the_longest_side_is_in_cells(nano: Nano) -> None:
+    """The 12B's embedder has a table entry for each cell, towers for each patch, three to a cell."""
+    tower, embedder = (read_vision(nano(member)) for member in ("31b", "12b"))
+    assert tower is not None
+    assert embedder is not None
+    assert (3 * tower.longest, embedder.longest) == (tower.positions // 3 * 3, embedder.positions)
+
+
 def test_what_config_leaves_out_has_defaults(nano: Nano, tmp_path: Path) -> None:
     """A tower without rope_parameters turns by a theta of 100, and the 12B's embedder has a layer without any width."""
     config = json.loads((nano("31b") / "config.json").read_text())

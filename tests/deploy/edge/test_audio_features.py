@@ -36,6 +36,12 @@ def test_log_mels_equal_those_of_transformers(samples: int) -> None:
     assert np.abs(late - frames).max() > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("samples", [0, 160, 161])
+def test_a_short_clip_has_no_frame(samples: int) -> None:
+    """Of more than a hop of 160 samples it has one."""
+    assert af.log_mels(np.zeros(samples, np.float32)).shape == (samples // 161, af.MELS)
+
+
 def test_counts_equal_those_of_the_processor(nano: Nano) -> None:
     """Soft tokens at all lengths around their steps."""
     processor = object.__new__(Gemma4Processor)
