@@ -16,7 +16,9 @@ from engine.rank.products import words
 from tests.conftest import Nano
 from tests.support.engine.adapted import FAULT, LENGTHS, SLOTS, TOLERANCE, Case
 from tests.support.engine.adapters import Recipe, merge, write
+from tests.support.engine.format_model import write_base
 from tests.support.engine.paged import Logits
+from tests.support.engine.quantised import dequantised, saved
 from tests.support.engine.threads import run_ranks
 from tests.support.judge.oracle import Verdict, judge, load_oracle, soft_cap
 
@@ -40,18 +42,21 @@ def verdicts_of(folder: Path, adapters: Mapping[str, str], ids: tuple[Tensor, ..
     return tuple(judge(models[adapter], row) for adapter, row in zip(SLOTS, ids, strict=True))
 
 
+def case_of(folder: Path, plain: Path, made: Path) -> Case:
+    """Two adapters of the model in `folder`, whose numbers `plain` has for transformers."""
+    geometry = read_geometry(folder)
+    oracle = load_oracle(plain)
+    adapters = {recipe.prefix: str(write(made / str(recipe.seed), oracle, recipe)) for recipe in (FIRST, SECOND)}
+    generator = torch.Generator().manual_seed(12)
+    ids = tuple(torch.randint(3, geometry.vocab, (sum(length),), generator=generator) for length in LENGTHS)
+    return Case(folder, geometry, adapters, ids, verdicts_of(plain, adapters, ids))
+
+
 @pytest.fixture(scope="module")
 def case(nano: Nano, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     @cache
     def make(member: str) -> Case:
-        folder = nano(member)
-        geometry = read_geometry(folder)
-        oracle = load_oracle(folder)
-        made = tmp_path_factory.mktemp("adapters")
-        adapters = {recipe.prefix: str(write(made / str(recipe.seed), oracle, recipe)) for recipe in (FIRST, SECOND)}
-        generator = torch.Generator().manual_seed(12)
-        ids = tuple(torch.randint(3, geometry.vocab, (sum(length),), generator=generator) for length in LENGTHS)
-        return Case(folder, geometry, adapters, ids, verdicts_of(folder, adapters, ids))
+        return case_of(nano(member), nano(member), tmp_path_factory.mktemp("adapters"))
 
     return make
 
@@ -125,6 +130,18 @@ def test_packed_weights_take_adapters(case: Callable[[str], Case]) -> None:
     alone = max(spread(it, with_adapters, slot) for slot in (0, 2))
     print(f"FP8 with adapters: {alone:.3f} of the spread; without: {min(spread(it, without, slot) for slot in (0, 2)):.3f}")
     assert alone < 0.1 * min(spread(it, without, slot) for slot in (0, 2))
+
+
+@pytest.mark.parametrize(("kind", "member", "tp"), [("int4-32", "31b", 1), ("int4-32-zero", "26b-a4b", 2)])
+def test_four_bits_take_adapters(tmp_path: Path, kind: str, member: str, tp: int) -> None:
+    """Logits are those of the numbers that the folder holds, with adapters merged into them; exchanged adapters show."""
+    folder = saved(write_base(tmp_path / "base", member), tmp_path / "saved", kind=kind)
+    plain = dequantised(folder, tmp_path / "plain")
+    it = case_of(folder, plain, tmp_path)
+    found = it.run(Single()) if tp == 1 else run_ranks(tp, it.run)[0]
+    print(f"{kind} {member} TP={tp}: max error {it.error(found):.1e}")
+    assert it.error(found) < TOLERANCE
+    assert it.error(it.run(Single(), (1, -1, 0))) > FAULT
 
 
 def spread(it: Case, found: Logits, slot: int) -> float:
