@@ -24,7 +24,7 @@ BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
 PROMPT_ROWS = (16, 32, 64, 128, 192, 256, *range(384, 1025, 128), *range(1280, 2049, 256))
 # Captured too where a launch is short, as layers share K and V or ranks norm rows of their own: the host would be slower there.
 LARGE_PROMPT_ROWS = (*range(2560, 4097, 512), *range(5120, 8193, 1024))
-DECODES_BESIDE_PROMPTS = (0, 8, 32, 128)  # sequences that decode in a padded step with chunks; the largest bucket is another
+DECODES_WITH_PROMPTS = (0, 8, 32, 128)  # sequences that decode in a padded step with chunks; the largest bucket is another
 MOST_PADDED_CHUNKS = 16  # of a padded step of up to 2048 prompt tokens, in proportion of a larger one; with more it runs unpadded
 SEQUENCE_WORK = 1536 * 5376**2  # rows times hidden^2: with less all-reduces are as fast as norms of own rows
 
@@ -131,7 +131,7 @@ def prompt_rows(config: EngineConfig) -> list[int]:
 
 
 def mixed_sizes(prompts: Sequence[int], sequences: int, widths: Sequence[int]) -> list[StepSizes]:
-    decodes = [rows for rows in DECODES_BESIDE_PROMPTS if rows < sequences] + [sequences]
+    decodes = [rows for rows in DECODES_WITH_PROMPTS if rows < sequences] + [sequences]
     sizes = []
     for tokens, rows, width in product(prompts, decodes, mixed_widths(widths)):
         chunks = max(MOST_PADDED_CHUNKS, tokens // 128)

@@ -56,5 +56,6 @@ def test_what_is_counted() -> None:
     expected = {"behind": 1, "beside": 1, "is none": 1, WORDS: 5, "tuple assignments": 1, "conditional expressions": 1}
     assert counted(source) == Counter(expected)
     assert counted("y = x is None\n").total() == 0
+    assert counted("string_begins_behind = BESIDE_A\n") == Counter({"behind": 1, "beside": 1})
     function = counted('def f():\n    """Two words."""\n\n\ndef g():\n    pass\n')
     assert function == Counter({WORDS: 2, FUNCTION_WORDS: 2, FUNCTIONS: 1})

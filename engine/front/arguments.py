@@ -35,7 +35,7 @@ from engine.front.notation import (
     json_inside,
     json_string,
     key_of,
-    string_begins_behind,
+    string_begins_after,
     string_is_over,
     without_quotes,
 )
@@ -242,7 +242,7 @@ class ArgumentsParser:
             return
         mark = yield from self._next_mark()
         stop = len(self._text) if mark < 0 else mark
-        begins = mark < 0 or string_begins_behind(self._text[max(self._at, stop - LOOK_AHEAD) : stop], container)
+        begins = mark < 0 or string_begins_after(self._text[max(self._at, stop - LOOK_AHEAD) : stop], container)
         end = end_of_bare_string(self._text, self._at, stop, container) if begins else None
         text = self._text[self._at : stop if end is None else end]
         self._at += len(text) + (end is None and mark >= 0)

@@ -89,7 +89,7 @@ def end_of_bare_string(text: str, at: int, stop: int, container: Container) -> i
     return None
 
 
-def string_begins_behind(text: str, container: Container) -> bool:
+def string_begins_after(text: str, container: Container) -> bool:
     """Whether a quote marker after `text` begins a string rather than ends this value."""
     return _BEFORE_STRING[container.json].search(text[-LOOK_AHEAD:]) is not None
 

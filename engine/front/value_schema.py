@@ -126,7 +126,7 @@ def listed(value: Any) -> list[Any]:
 def as_json_schema(schema: Schema) -> JsonObject:
     """Removes OpenAPI's `nullable`, Gemini's capitals, and keywords without effect. Keywords of all
     drafts apply, whatever `$schema` says; `$id` is ignored."""
-    kept = {keyword: _spelled(keyword, value) for keyword, value in schema.items() if not _says_nothing(keyword, value)}
+    kept = {keyword: _spelled(keyword, value) for keyword, value in schema.items() if not _has_no_effect(keyword, value)}
     kept = _with_held_bound(_with_held_bound(kept, "Minimum"), "Maximum")
     if kept.pop("nullable", False) is True:
         return {"anyOf": [{"type": "null"}, kept]}
@@ -144,7 +144,7 @@ def _spelled(keyword: str, value: Any) -> Any:
     return value
 
 
-def _says_nothing(keyword: str, value: Any) -> bool:
+def _has_no_effect(keyword: str, value: Any) -> bool:
     match keyword:
         case "const":
             return False

@@ -79,9 +79,10 @@ def _pages() -> Iterator[Path]:
 
 
 def banned(text: str) -> Counter[str]:
-    """How often each banned word stands in a text, also with a capital and over line ends; `is None` of code is not one."""
-    words = " ".join(text.split())
-    return Counter({word: len(re.findall(rf"\b(?:{word}|{word.capitalize()})\b", words)) for word in BANNED})
+    """How often each banned word stands in a text, also in a name and over line ends; `is None` of code is not one."""
+    words = " ".join(text.replace("_", " ").split())
+    forms = {word: f"{word}|{word.capitalize()}|{word.upper()}" for word in BANNED}
+    return Counter({word: len(re.findall(rf"\b(?:{form})\b", words)) for word, form in forms.items()})
 
 
 def counted(source: str) -> Counter[str]:

@@ -129,7 +129,7 @@ class Block(nn.Module):
 
     def forward(self, h: Tensor, x: Rows, next_norm: PreNorm, step: LayerStep) -> tuple[Tensor, Rows]:
         """h [T, hidden] and its normed form x -> the same after this layer, normed by `next_norm`."""
-        return self._behind_attention(self.attention(x, step), h, next_norm, step)
+        return self._after_attention(self.attention(x, step), h, next_norm, step)
 
     def narrow(self, h: Tensor, next_norm: PreNorm, step: LayerStep) -> tuple[Tensor, Rows, LayerStep]:
         """Store K and V of all rows; returns h, x and the step of the rows that need logits."""
@@ -140,9 +140,9 @@ class Block(nn.Module):
         step = step.of_rows(rows)
         if not len(rows):
             return h[rows], h[rows], step
-        return *self._behind_attention(self.attention.attend(queries, step), h[rows], next_norm, step), step
+        return *self._after_attention(self.attention.attend(queries, step), h[rows], next_norm, step), step
 
-    def _behind_attention(self, part: Part, h: Tensor, next_norm: PreNorm, step: LayerStep) -> tuple[Tensor, Rows]:
+    def _after_attention(self, part: Part, h: Tensor, next_norm: PreNorm, step: LayerStep) -> tuple[Tensor, Rows]:
         norms = self.norms
         pre_mlp = PreNorm(norms["pre_mlp"], self.mlp.gate_up.packs_rows and step.exchange.packs_rows)
         h, x = step.exchange.sum_norm(part, h, pre_mlp.after(norms["post_attention"]))
