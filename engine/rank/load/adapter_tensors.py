@@ -18,7 +18,7 @@ from engine.errors import CheckpointError
 from engine.geometry import Geometry
 from engine.quantisation import Quantisation
 from engine.rank.load.slices import Piece, pieces
-from engine.rank.load.tensor_files import opened
+from engine.rank.load.tensor_files import opened, zero_tensors
 from engine.rank.load.tensor_table import TensorTable
 
 MAX_TENSORS = 1 << 16  # of an adapter: 23 040 are those of each expert of the 26B
@@ -73,17 +73,20 @@ def map_adapters(folders: Mapping[str, str], tensors: TensorTable, geometry: Geo
 
 
 def map_adapter(config: AdapterConfig, tensors: TensorTable, geometry: Geometry) -> AdapterTensors:
-    """Reads headers only. CheckpointError lists tensors without a place, without their other half, or of a wrong shape."""
+    """Reads headers, and whether B of an encoder's module is 0. CheckpointError lists tensors without a place, without their other
+    half, or of a wrong shape."""
     found = _headers(config)
     known = adapter_pieces(tensors, geometry)
     complaints: list[str] = []
     matrices: dict[str, AdapterMatrix] = {}
-    for module in dict.fromkeys(_modules(found, complaints)):
+    modules = list(dict.fromkeys(_modules(found, complaints)))
+    idle = _idle(config, modules, found, tensors, geometry)
+    for module in modules:
         halves = [f"base_model.model.{module}.lora_{half}.weight" for half in "AB"]
         absent = [name for name in halves if name not in found.shapes]
         if absent:
             complaints += [f"{name:.200} is missing" for name in absent]
-        elif not _is_unread(module, tensors, geometry):
+        elif not (module in idle or _is_unread(module, tensors, geometry)):
             _add(_mapped(config, module, found, known, tensors, geometry), module, matrices, complaints)
     if complaints:
         listed = "; ".join(complaints[:_LISTED])
@@ -115,6 +118,18 @@ def _modules(found: _Tensors, complaints: list[str]) -> Iterator[str]:
             complaints.append(f"{name:.200} has shape {list(found.shapes[name])}, not two dimensions")
         else:
             yield match[1]
+
+
+def _idle(
+    config: AdapterConfig, modules: Sequence[str], found: _Tensors, tensors: TensorTable, geometry: Geometry
+) -> set[str]:
+    """Modules that the text model ignores and whose B is 0: training with text alone leaves those of encoders so."""
+    unused = {
+        f"base_model.model.{module}.lora_B.weight": module
+        for module in modules
+        if tensors.is_unused(tensors.published_name(f"{module}.weight", geometry), geometry)
+    }
+    return {unused[name] for name in zero_tensors(config.file, unused.keys() & found.shapes.keys())}
 
 
 def _is_unread(module: str, tensors: TensorTable, geometry: Geometry) -> bool:

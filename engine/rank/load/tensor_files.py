@@ -1,6 +1,7 @@
 """Reads and checks the headers of a checkpoint's safetensors."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from engine.rank.load.slices import Piece
 from engine.rank.load.tensor_table import TensorTable
 
 _OTHERS = {"pickled": ("*.bin", "*.pt", "*.pth", "*.ckpt"), "GGUF": ("*.gguf",)}
+_PIECE_BYTES = 1 << 20
 _LISTED = 20  # wrong tensors named in one error
 
 
@@ -109,6 +111,21 @@ def by_file(by_name: Headers) -> Iterator[tuple[str, TensorHeader, Any]]:
     for path in sorted({header.path for header in by_name.values()}):
         with opened(path) as file:
             yield from ((name, header, file) for name, header in by_name.items() if header.path == path)
+
+
+def zero_tensors(path: Path, names: Collection[str]) -> set[str]:
+    """Those of a safetensors file's tensors, in any dtype, whose bytes are all 0. `opened` has checked the file."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        zero = set()
+        for name in names:
+            begin, end = header[name]["data_offsets"]
+            file.seek(8 + size + begin)
+            pieces = (file.read(min(_PIECE_BYTES, end - at)) for at in range(begin, end, _PIECE_BYTES))
+            if not any(piece.strip(b"\0") for piece in pieces):
+                zero.add(name)
+    return zero
 
 
 @contextmanager

@@ -96,6 +96,17 @@ def _has_a_tower(tensors: Tensors) -> None:
         tensors[f"base_model.model.model.vision_tower.encoder.layers.0.mlp.down_proj.linear.lora_{half}.weight"] = torch.ones(8, 8)
 
 
+def _has_an_idle_tower(tensors: Tensors) -> None:
+    for module in ("vision_tower.encoder.layers.0.mlp.down_proj.linear", "embed_vision.embedding_projection"):
+        tensors[f"base_model.model.model.{module}.lora_A.weight"] = torch.ones(8, 8).bfloat16()
+        tensors[f"base_model.model.model.{module}.lora_B.weight"] = torch.zeros(1 << 17, 8).bfloat16()
+
+
+def _has_a_tower_that_acts_at_its_end(tensors: Tensors) -> None:
+    _has_an_idle_tower(tensors)
+    tensors["base_model.model.model.embed_vision.embedding_projection.lora_B.weight"][-1, -1] = 1e-30
+
+
 def _has_a_head(tensors: Tensors) -> None:
     for half in "AB":
         tensors[f"base_model.model.lm_head.lora_{half}.weight"] = torch.ones(8, 8)
@@ -135,6 +146,7 @@ def _is_named_twice(tensors: Tensors) -> None:
         (_is_halved, "q_proj.lora_B.weight is missing"),
         (_has_dora, "lora_magnitude_vector is no lora_A or lora_B"),
         (_has_a_tower, "vision_tower.encoder.layers.0.mlp.down_proj.linear is no matrix"),
+        (_has_a_tower_that_acts_at_its_end, r"wrong tensors \(1\): .*embed_vision.embedding_projection is no matrix"),
         (_has_a_head, "lm_head is no matrix"),
         (_has_an_embedding, "lora_embedding_A is no lora_A"),
         (_has_a_layer_too_many, "layers.99.mlp.up_proj is no matrix"),
@@ -151,6 +163,13 @@ def test_a_tensor_without_a_place_refuses_the_adapter(nano: Nano, folder: Path, 
     with pytest.raises(CheckpointError, match=why) as refused:
         mapped(folder, nano("26b-a4b"))
     assert "adapters.mine" in str(refused.value)
+
+
+def test_modules_of_encoders_that_add_nothing_are_left_out(nano: Nano, folder: Path) -> None:
+    """PEFT's all-linear changes towers too; trained with text alone, their B stays 0. The rest is mapped as without them."""
+    before = mapped(folder, nano("26b-a4b")).matrices
+    change_tensors(folder, _has_an_idle_tower)
+    assert mapped(folder, nano("26b-a4b")).matrices == before
 
 
 @pytest.mark.parametrize(
