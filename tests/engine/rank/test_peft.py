@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
+from deploy.models.nano import TRAINED
+from engine.adapters import read_adapter
+from engine.errors import CheckpointError
 from engine.geometry import read_geometry
+from engine.rank.load.adapter_tensors import map_adapter
+from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Single
 from tests.conftest import Nano
 from tests.support.engine.adapted import FAULT, LENGTHS, SLOTS, TOLERANCE, Case
@@ -74,3 +80,23 @@ def test_logits_are_those_of_peft(nano: Nano, tmp_path: Path, member: str, tp: i
     print(f"{member} TP={tp}: max error {error:.1e} against PEFT {peft.__version__}")
     assert error < TOLERANCE
     assert it.error(it.run(Single(), (1, -1, 0))) > FAULT
+
+
+def test_all_linear_of_the_multimodal_class_is_mapped(tmp_path: Path) -> None:
+    """Encoders' modules add nothing after training with text, and are left out. Planted: one of them acts, and is named."""
+    folder = TRAINED / "31b"
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    outer = {name: tensor for name, tensor in adapted.named_parameters() if ".lora_B." in name}
+    for name, tensor in outer.items():
+        if ".language_model." in name:
+            torch.nn.init.normal_(tensor)
+    adapted.save_pretrained(tmp_path)
+    geometry = read_geometry(folder)
+    matrices = map_adapter(read_adapter("mine", tmp_path), TENSORS, geometry).matrices
+    assert len(matrices) == sum(".language_model." in name for name in outer) < len(outer)
+    with torch.no_grad():
+        next(tensor for name, tensor in outer.items() if ".embed_vision." in name)[0, 0] = 1.0
+    adapted.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"wrong tensors \(1\): model\.embed_vision\.embedding_projection is no matrix"):
+        map_adapter(read_adapter("mine", tmp_path), TENSORS, geometry)
