@@ -110,12 +110,8 @@ class Quartet:
         logs.install(self._settings.logs)
         keep_large_blocks_apart()
         _warn_about_environment(self._settings)
+        self._reach_centre()
         metrics = self._settings.metrics
-        self._registry = RayRegistryClient(metrics.discovery) if metrics.discovery.enabled else None
-        tag = serve.get_replica_context().replica_id.unique_id
-        self._centre = RayCentre(self._registry, tag) if self._registry is not None else None
-        self._quotas = ReplicaQuotas(self._centre)
-        self._keys = KeyRing(self._settings.keys, self._quotas) if self._settings.keys.needed else None
         self._metrics_host = metrics.host or ray.util.get_node_ip_address()
         check_port(self._metrics_host, metrics.port, "metrics.port 0 is a free one for each replica", least=0)
         config = place(self._settings)
@@ -124,16 +120,28 @@ class Quartet:
         if self._encoders:
             self._media_preparer.pool.start()
         self._spawner = ThreadPoolExecutor(1, "spawner")  # its thread lives as long as the replica: children end with theirs
-        loop = asyncio.get_running_loop()
-        booting = loop.run_in_executor(self._spawner, Group.boot, config)
-        # meanwhile: this process only waits for the ranks
-        reading = loop.run_in_executor(None, read_text, Path(config.model), self._settings.template)
-        self._group, read = await asyncio.gather(booting, reading)
+        self._group, read = await self._boot(config)
         with contextlib.ExitStack() as failed:
             failed.callback(self._group.kill)
             await self._open(self._group, config, *read)
             failed.pop_all()
         logger.info("%s ready in %.1f s", self._settings.name, time.monotonic() - started)
+
+    def _reach_centre(self) -> None:
+        """What replicas share: discovery, quotas, and the keys that count by them."""
+        discovery = self._settings.metrics.discovery
+        self._registry = RayRegistryClient(discovery) if discovery.enabled else None
+        tag = serve.get_replica_context().replica_id.unique_id
+        self._centre = RayCentre(self._registry, tag) if self._registry is not None else None
+        self._quotas = ReplicaQuotas(self._centre)
+        self._keys = KeyRing(self._settings.keys, self._quotas) if self._settings.keys.needed else None
+
+    async def _boot(self, config: EngineConfig) -> tuple[Group, tuple[TextProcessor, GrammarCheck]]:
+        loop = asyncio.get_running_loop()
+        booting = loop.run_in_executor(self._spawner, Group.boot, config)
+        # meanwhile: this process only waits for the ranks
+        reading = loop.run_in_executor(None, read_text, Path(config.model), self._settings.template)
+        return await asyncio.gather(booting, reading)
 
     async def _open(self, group: Group, config: EngineConfig, text: TextProcessor, grammars: GrammarCheck) -> None:
         settings = self._settings

@@ -47,13 +47,11 @@ class VisionGeometry(Geometry):
 
     def check(self, item: MediaItem) -> None:
         """InvalidRequest unless the item has data for each of its positions."""
-        wrong = InvalidRequest(f"{len(item.data)} bytes of {item.kind} are not of shape {item.shape}, of multiples of {SIDE}")
-        if len(item.shape) < 3:
-            raise wrong
-        *frames, height, width, channels = item.shape
+        shape = item.shape
+        if len(shape) < 3 or len(item.data) != math.prod(shape) or shape[-3] % SIDE or shape[-2] % SIDE or shape[-1] != 3:
+            raise InvalidRequest(f"{len(item.data)} bytes of {item.kind} are not of shape {shape}, of multiples of {SIDE}")
+        *frames, height, width, _ = shape
         cells = math.prod(frames) * (height // SIDE) * (width // SIDE)
-        if len(item.data) != math.prod(item.shape) or height % SIDE or width % SIDE or channels != 3:
-            raise wrong
         if max(height, width) > SIDE * self.longest or cells != item.soft_tokens:
             raise InvalidRequest(f"{item.kind} of shape {item.shape} does not fit its positions, or is longer than {self.longest}")
 

@@ -1,12 +1,9 @@
 """Low-rank products of rows with adapters, against fp64: rows of several, of none, merged parts; experts too."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import lora
 from kernels.activation import geglu
 from kernels.experts import AdaptedRows, ExpertAdapters, adapted_experts
 from kernels.linear import GEGLU, NONE, _run, linear
@@ -14,6 +11,7 @@ from kernels.lora import LowRank, add_lora
 from kernels.packed import PackedRows, fp8_matrix, pack_rows, packed_matrix, unpacked
 from kernels.tiles import Tile
 from tests.support import interpreter
+from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
 
@@ -233,20 +231,10 @@ def interpreted_the_kernels_add_it() -> None:
 
 def interpreted_blocks_of_outputs_are_those_of_each_part() -> None:
     """Parts of 40, 70 and 10 outputs have one, two and one block of 64."""
-    grids = []
-    kept = lora.launch
-
-    def noted(kernel: Any, grid: tuple[int, ...], *arguments: Any, **more: Any) -> None:
-        grids.append(grid)
-        kept(kernel, grid, *arguments, **more)
-
     out, x, index, a, b = drawn((5, 130, (40, 110, 120), 16, 3), torch.float32)
-    lora.launch = noted
-    try:
+    with record() as nodes:
         add_lora(out, x, index, a, b, (40, 110, 120))
-    finally:
-        lora.launch = kept
-    assert [grid[1] for grid in grids] == [3, 4]
+    assert [node.grid[1] for node in nodes] == [3, 4]
 
 
 def interpreted_the_grouped_kernels_of_experts() -> None:

@@ -1,4 +1,4 @@
-"""`ray start` and `serve run` without `quartet env`: what works, and what a replica says of it."""
+"""`ray start` and `serve run` without `quartet env`: what works, what a replica says of it, and what a second node refuses."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.stack.machines import CAN_MAKE, REASON, Machines, machines
 from tests.support.stack.node_stream import BODY, Stream, how, longest_gap, wait_begun
-from tests.support.stack.ray_cluster import CORE, PACED, RayCluster
+from tests.support.stack.ray_cluster import CORE, DEPLOY, PACED, RayCluster
 from tests.support.stack.serve_process import wait
 
 pytestmark = [pytest.mark.nodes, pytest.mark.skipif(not CAN_MAKE, reason=REASON)]
@@ -24,8 +24,8 @@ COMMAND = "quartet env --for head CONFIG"
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    """A head on which `serve run` serves one replica."""
-    with machines(tmp_path_factory.mktemp("machines"), 1) as made:
+    """A head on which `serve run` serves one replica at loopback, and a node that has not joined."""
+    with machines(tmp_path_factory.mktemp("machines"), 2) as made:
         cluster = RayCluster(made, {}, 0.05, told=False)
         cluster.config["http_options"]["host"] = "127.0.0.1"
         cluster.deployment.update(num_replicas=1, ray_actor_options={"num_cpus": 0.5, "num_gpus": 0})
@@ -97,3 +97,26 @@ def test_an_update_of_one_replica_cuts_nothing(plain: RayCluster) -> None:
     found = [*open_streams, *late]
     assert how(found) == Counter(finish=6)
     print(f"\nthe longest silence {longest_gap(late):.1f} s")
+
+
+def test_an_application_on_loopback_is_refused_on_a_second_node(plain: RayCluster) -> None:
+    """In one line, and the replica goes on. Planted: before the node joins it is deployed."""
+    plain.deploy(1, paced=False)
+    wait(lambda: "status: RUNNING" in plain.on_head("serve status"), 120)
+    before = plain.head.processes(CORE)
+    plain.start_node(plain.nodes[0])
+    plain.on_head(f"sed -i s/nano-31b/other/ /tmp/cluster.yaml && {DEPLOY} /tmp/cluster.yaml 2>&1")
+    wait(lambda: "DEPLOY_FAILED" in plain.on_head("serve status"), 60)
+    said = " ".join(plain.on_head("serve status").split())
+    assert "http_options.host: 127.0.0.1: this cluster has 2 nodes" in said
+    assert "set 0.0.0.0" in said
+    assert plain.head.processes(CORE) == before
+    assert status(inside(plain)) == 200
+
+
+def test_serve_shutdown_leaves_nothing(plain: RayCluster) -> None:
+    """No engine, and nobody listens at discovery's port. Planted: before, somebody does."""
+    assert plain.has_discovery()
+    plain.on_head("serve shutdown -y --address http://127.0.0.1:8265 2>&1")
+    wait(lambda: not plain.head.processes(CORE), 60)
+    wait(lambda: not plain.has_discovery(), 60)

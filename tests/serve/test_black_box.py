@@ -50,11 +50,10 @@ REPLICAS: dict[str, Any] = {"num_replicas": 2}
 
 @dataclass
 class Served:
-    """A stack. `call` runs what it is given where the clients are. `paced`: its ranks have no model."""
+    """A stack. `call` runs what it is given where the clients are."""
 
     url: str
     call: Callable[[Callable[[], Any]], Any]
-    paced: bool = False
 
     def ask(self, method: str, path: str, key: str | None = ALL, **more: Any) -> httpx.Response:
         """The reply to a request."""
@@ -99,9 +98,9 @@ def by_ray_start(folder: Path) -> Iterator[Served]:
         cluster.deployment.update(REPLICAS | {"name": "Quartet", "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 0}})
         write_keys(cluster.head.folder / "tmp" / "keys")
         cluster.start_head()
-        cluster.deploy()
+        cluster.deploy(paced=False)
         cluster.wait_replicas(2)
-        served = Served(cluster.url(cluster.head), made.from_client, paced=True)
+        served = Served(cluster.url(cluster.head), made.from_client)
         wait(lambda: served.ask("GET", "/health/ready").status_code == 200, 60)
         yield served
 
@@ -187,8 +186,6 @@ def test_keys_hold(served: Served) -> None:
 def test_one_call_loads_an_adapter_at_both_replicas(served: Served) -> None:
     """Each of 24 conversations at once then has an answer by its name, and after the unload none has. Planted: a key without the
     right loads none, so all get 404."""
-    if served.paced:
-        pytest.skip("ranks without a model load no adapter")
     body = {"lora_name": "late", "lora_path": "polite"}
 
     def statuses() -> set[int]:

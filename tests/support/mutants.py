@@ -418,7 +418,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "torch.cat([others[:rank], own[None], others[rank:]])", "torch.cat([own[None], others])"),
     ),
     "engine/vision_geometry.py": (
-        ("pictures-have-any-side", "engine/test_media_items.py", "or height % SIDE or width % SIDE or", "or"),
+        ("pictures-have-any-side", "engine/test_media_items.py", "or shape[-3] % SIDE or shape[-2] % SIDE or", "or"),
         ("pictures-have-any-length", "engine/test_media_items.py", "max(height, width) > SIDE * self.longest or ", ""),
     ),
     "deploy/edge/bodies/form_reader.py": (

@@ -68,9 +68,9 @@ def code_size(source: str) -> CodeSize:
 
 def constructors(source: str) -> dict[int, int]:
     """Tokens of each `__init__`, by its line."""
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    found = [item for item in functions(source) if item.name.rpartition(".")[2] == "__init__"]
     lines = source.splitlines()
-    texts = {node.lineno: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in found}
+    texts = {item.line: "\n".join(lines[item.line - 1 :][: item.lines]) for item in found}
     return {line: code_size(textwrap.dedent(text)).tokens for line, text in texts.items()}
 
 

@@ -60,28 +60,20 @@ class AdapterRegistry:
         """None: the adapter is leaving."""
         return next((name for name, known in self.ids.items() if known == adapter), None)
 
-    def folder_of(self, name: str) -> str | None:
-        return self._folders.get(name)
-
     async def check_all(self) -> None:
         """CheckpointError names an adapter that changes nothing."""
         for name, adapter in self.ids.items():
             await self._check(name, adapter)
 
-    async def load(self, name: str, path: str, *, in_place: bool) -> str:
-        """Returns the folder, once it can be used. InvalidRequest: it cannot be served; Forbidden:
-        loading is off."""
+    async def load(self, name: str, path: str, *, in_place: bool) -> tuple[str, str | None]:
+        """Returns the folder, once it can be used, and the folder that it replaces. InvalidRequest:
+        it cannot be served; Forbidden: loading is off."""
         async with self._loading:
-            folder = await asyncio.to_thread(self._folder, path)
+            folder = str(await asyncio.to_thread(self._folder, name, path))
             self._check_name(name, in_place=in_place)
-            await self._serve(name, str(folder))
-            return str(folder)
-
-    async def follow(self, name: str, folder: str) -> None:
-        """As `load` in place, of a folder that this replica or another one has served."""
-        async with self._loading:
-            self._check_name(name, in_place=True)
-            await self._serve(name, folder)
+            before = self._folders.get(name)
+            await asyncio.shield(self._start(self._load(name, folder)))
+            return folder, before
 
     def unload(self, name: str) -> None:
         """Refuse new requests; open ones go on. ModelNotFound; Forbidden."""
@@ -95,9 +87,11 @@ class AdapterRegistry:
         if self._links is None or self._settings.adapter_folder is None:
             raise Forbidden("Adapters are loaded and unloaded only where the config sets max_adapters and adapter_folder.")
 
-    def _folder(self, path: str) -> Path:
-        """InvalidRequest: no folder, or not below adapter_folder."""
+    def _folder(self, name: str, path: str) -> Path:
+        """InvalidRequest: no folder, or neither the config's of that name nor below adapter_folder."""
         self._check_allowed()
+        if path == self._settings.adapters.get(name):
+            return Path(path)
         assert self._settings.adapter_folder is not None
         root = Path(self._settings.adapter_folder)
         try:
@@ -126,9 +120,6 @@ class AdapterRegistry:
                 f"{self._held} adapters are loaded, those included whose last requests are still running; max_host_adapters "
                 "allows no more: unload one"
             )
-
-    async def _serve(self, name: str, folder: str) -> None:
-        await asyncio.shield(self._start(self._load(name, folder)))
 
     async def _load(self, name: str, folder: str) -> None:
         assert self._links is not None

@@ -27,8 +27,7 @@ class AdapterSync:
         self._changing = asyncio.Lock()
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
-        before = self._registry.folder_of(name)
-        folder = await self._registry.load(name, path, in_place=in_place)
+        folder, before = await self._registry.load(name, path, in_place=in_place)
         if self._centre is None:
             return
         late = await self._spread(name, folder)
@@ -40,7 +39,7 @@ class AdapterSync:
         if folder is None:
             self._registry.unload(name)
         else:
-            await self._registry.follow(name, folder)
+            await self._registry.load(name, folder, in_place=True)
         await self._spread(name, folder)
 
     async def unload(self, name: str) -> None:
@@ -76,7 +75,7 @@ class AdapterSync:
     async def _follow(self, name: str, entry: AdapterEntry) -> None:
         try:
             if entry.folder is not None:
-                await self._registry.follow(name, entry.folder)
+                await self._registry.load(name, entry.folder, in_place=True)
             elif name in self._registry:
                 self._registry.unload(name)
         except EngineDead:

@@ -73,8 +73,8 @@ def map_adapters(folders: Mapping[str, str], tensors: TensorTable, geometry: Geo
 
 
 def map_adapter(config: AdapterConfig, tensors: TensorTable, geometry: Geometry) -> AdapterTensors:
-    """Reads headers, and whether B of an encoder's module is 0. CheckpointError lists tensors without a place, without their other
-    half, or of a wrong shape."""
+    """Reads headers, and whether B of an encoder's module is 0. CheckpointError lists tensors without
+    a place, without their other half, or of a wrong shape."""
     found = _headers(config)
     known = adapter_pieces(tensors, geometry)
     complaints: list[str] = []
@@ -82,8 +82,7 @@ def map_adapter(config: AdapterConfig, tensors: TensorTable, geometry: Geometry)
     modules = list(dict.fromkeys(_modules(found, complaints)))
     idle = _idle(config, modules, found, tensors, geometry)
     for module in modules:
-        halves = [f"base_model.model.{module}.lora_{half}.weight" for half in "AB"]
-        absent = [name for name in halves if name not in found.shapes]
+        absent = [name for name in _tensor_names(module) if name not in found.shapes]
         if absent:
             complaints += [f"{name:.200} is missing" for name in absent]
         elif not (module in idle or _is_unread(module, tensors, geometry)):
@@ -120,16 +119,23 @@ def _modules(found: _Tensors, complaints: list[str]) -> Iterator[str]:
             yield match[1]
 
 
+def _tensor_names(module: str) -> tuple[str, str]:
+    """The tensors of a module's A and B."""
+    return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
+
+
 def _idle(
     config: AdapterConfig, modules: Sequence[str], found: _Tensors, tensors: TensorTable, geometry: Geometry
 ) -> set[str]:
-    """Modules that the text model ignores and whose B is 0: training with text alone leaves those of encoders so."""
+    """Modules that the text model ignores and whose B is 0: training with text alone leaves those of
+    encoders so."""
     unused = {
-        f"base_model.model.{module}.lora_B.weight": module
+        _tensor_names(module)[1]: module
         for module in modules
         if tensors.is_unused(tensors.published_name(f"{module}.weight", geometry), geometry)
     }
-    return {unused[name] for name in zero_tensors(config.file, unused.keys() & found.shapes.keys())}
+    present = unused.keys() & found.shapes.keys()
+    return {unused[name] for name in zero_tensors(config.file, present)} if present else set()
 
 
 def _is_unread(module: str, tensors: TensorTable, geometry: Geometry) -> bool:
@@ -152,8 +158,7 @@ def _add(made: AdapterMatrix | str, module: str, matrices: dict[str, AdapterMatr
 def _mapped(
     config: AdapterConfig, module: str, found: _Tensors, known: dict[str, Piece], tensors: TensorTable, geometry: Geometry
 ) -> AdapterMatrix | str:
-    a = f"base_model.model.{module}.lora_A.weight"
-    b = f"base_model.model.{module}.lora_B.weight"
+    a, b = _tensor_names(module)
     base = tensors.published_name(f"{module}.weight", geometry)
     experts = _ALL_EXPERTS.fullmatch(base.removesuffix(".weight"))
     if base in known:
@@ -168,8 +173,7 @@ def _of_all_experts(
     config: AdapterConfig, module: str, layer: str, found: _Tensors, known: dict[str, Piece], count: int
 ) -> AdapterMatrix | str:
     """Gate and up, or down: told apart by shape, as PEFT's names only say which was wrapped last."""
-    a = f"base_model.model.{module}.lora_A.weight"
-    b = f"base_model.model.{module}.lora_B.weight"
+    a, b = _tensor_names(module)
     gate = f"{layer}.gate_proj.weight"
     down = f"{layer}.down_proj.weight"
     first = known.get(f"{layer}.0.gate_proj.weight")

@@ -98,6 +98,16 @@ def test_what_the_core_wants_is_done_by_every_rank(open_edge: Edge) -> None:
     assert load(edge, "other", "other").status_code == 200
 
 
+def test_the_configs_own_folder_may_come_back(edges: Edges, root: Path, tmp_path: Path) -> None:
+    """In place, wherever it lies. Planted: by another name it would have to be below adapter_folder."""
+    own = str(tmp_path)
+    edge = edges(adapters={"own": own}, adapter_folder=str(root), most_adapters=3, rank_links=ScriptedRanks())
+    for path in ("sql", own):
+        assert load(edge, "own", path, load_inplace=True).status_code == 200
+    assert edge.rank_links.commands[-1] == ReadAdapter(1, 2, "own", own)
+    assert "no folder below adapter_folder" in error_of(load(edge, "other", own), 400)["message"]
+
+
 def test_a_load_that_fails_leaves_nothing(open_edge: Edge) -> None:
     """The sentence of the ranks is a 400; so is one prompt whose logprobs are the model's own. Neither takes room."""
     edge = open_edge

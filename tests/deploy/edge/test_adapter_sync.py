@@ -17,27 +17,24 @@ pytestmark = pytest.mark.pure
 
 
 class Registry:
-    """An AdapterRegistry without ranks. `absent`: folders that this replica's node lacks."""
+    """An AdapterRegistry without ranks. `absent`: folders that this replica's node lacks; `forgets`: it does not say what it
+    replaces."""
 
     def __init__(self) -> None:
         self.folders: dict[str, str] = {}
         self.absent = set[str]()
+        self.forgets = False
 
     def __contains__(self, name: object) -> bool:
         return name in self.folders
 
-    async def load(self, name: str, path: str, *, in_place: bool) -> str:
+    async def load(self, name: str, path: str, *, in_place: bool) -> tuple[str, str | None]:
         await asyncio.sleep(0)
         if path in self.absent or (name in self.folders and not in_place):
             raise InvalidRequest(f"lora_path: no {path}")
+        before = None if self.forgets else self.folders.get(name)
         self.folders[name] = path
-        return path
-
-    async def follow(self, name: str, folder: str) -> None:
-        await self.load(name, folder, in_place=True)
-
-    def folder_of(self, name: str) -> str | None:
-        return self.folders.get(name)
+        return path, before
 
     def unload(self, name: str) -> None:
         if name not in self.folders:
@@ -152,8 +149,7 @@ def test_what_one_replica_cannot_load_none_serves(cluster: Cluster) -> None:
         assert cluster.served() == [{"sql": "/a"}] * 3
         cluster.replicas[2][0].absent.add("/b")
         for knows, served in ((True, [{"sql": "/a"}] * 3), (False, [{}] * 3)):
-            if not knows:
-                cluster.replicas[0][0].folder_of = lambda _: None  # type: ignore[method-assign]
+            cluster.replicas[0][0].forgets = not knows
             with pytest.raises(InvalidRequest, match="another replica: lora_path: no /b"):
                 await cluster.replicas[0][1].load("sql", "/b", in_place=True)
             assert cluster.served() == served

@@ -103,7 +103,7 @@ class RayCluster:
         return self.head.run(f"{self._settings('head')} && {script}", self.environ, timeout_s)
 
     def deploy(self, replicas: int = 2, *, paced: bool = True, **args: Any) -> None:
-        """`serve deploy` of the config with so many replicas and other `args`. paced: not the application, whose ranks compute."""
+        """`serve deploy` of the config with so many replicas and other `args`. paced: its ranks have no model."""
         self.deployment["num_replicas"] = replicas
         self.args.update(args)
         self._write(self.head)
@@ -126,6 +126,14 @@ class RayCluster:
         page = self.head.run(fetch("http://127.0.0.1:9464/targets"), self.environ, 20)
         found: list[dict[str, Any]] = json.loads(page)
         return found
+
+    def has_discovery(self) -> bool:
+        """Whether discovery's port is not closed: a connection that is reset, as the actor ends, was taken."""
+        try:
+            self.targets()
+        except AssertionError as error:
+            return "refused" not in str(error)
+        return True
 
     def scraped(self, machine: Machine) -> list[str]:
         """Where the replicas of a machine are scraped."""
