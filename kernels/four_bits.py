@@ -177,6 +177,87 @@ def pair_tile(loaded, PLACE: constexpr, DTYPE: constexpr):
 
 
 @triton.jit
+def word_pairs(WORDS: constexpr):
+    """[1, WORDS]: half the column of pair 0 of each word; pair i is 8 i further."""
+    word = tl.arange(0, WORDS)[None, :]
+    return word // 8 * 32 + word % 8
+
+
+@triton.jit
+def load_pairs(x, pair, inside):
+    """Numbers 2 pair and 2 pair + 1 of x, in fp32."""
+    if x.dtype.element_ty == tl.bfloat16:
+        bits = tl.load(x.to(tl.pointer_type(tl.int32), bitcast=True) + pair, inside, 0)
+        low = _low(bits)
+        high = _high(bits)
+    else:
+        low = tl.load(x + 2 * pair, inside, 0.0).to(tl.float32)
+        high = tl.load(x + 2 * pair + 1, inside, 0.0).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def by_fours(x):
+    """[n, w] -> sums of four neighbours [n, w / 4]."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 4]), 2)
+
+
+@triton.jit
+def load_scaled_words(weight, scale, zero, row, k, K: constexpr, GROUP: constexpr, BK: constexpr):
+    """Columns [k, k + BK) of rows `row` [n, 1] (int64) of W [m, K] as they are stored: words [n, BK / 8]; of each four words scales
+    [n, BK / 32] of pairs 0 and 1, of 2 and 3, and words of zero points. Zeros after K.
+    """
+    GROUPS: constexpr = K // GROUP
+    word = k // 8 + tl.arange(0, BK // 8)[None, :]
+    words = tl.load(weight + row * (K // 8) + word, word < K // 8, 0, eviction_policy="evict_first")
+    run = (k + 32 * tl.arange(0, BK // 32)[None, :]) // 64 * 64
+    inside = run < K
+    place = row * GROUPS + run // GROUP
+    low = tl.load(scale + place, inside, 0.0)
+    high = tl.load(scale + place + 1, inside, 0.0) if GROUP < 64 else low
+    if zero is None:
+        zeros = low
+        others = low
+    else:
+        place = row // 8 * GROUPS + run // GROUP
+        zeros = tl.load(zero + place, inside, 0)
+        others = tl.load(zero + place + 1, inside, 0) if GROUP < 64 else zeros
+    return words, low, high, zeros, others
+
+
+@triton.jit
+def _add_scaled(total, part, scale, zeros, row, sums, rest):
+    offset = 136.0
+    if zeros.dtype == tl.int32:
+        offset = 128.0 + ((zeros >> (4 * (row % 8)).to(tl.int32)) & 15).to(tl.float32)
+    return total + scale.to(tl.float32) * (by_fours(part) - offset * by_fours(sums) - by_fours(rest))
+
+
+@triton.jit
+def add_words(total, loaded, row, x, GROUP: constexpr, EXACT: constexpr):
+    """total [n, w / 4] + W x of `load_scaled_words`. x: of each pair two numbers [1, w]. Unless EXACT, a pair's high number keeps
+    the low one's bits, 2^-16 (17152 + q), of which q varies: 2^-13 of a step of the weight at most.
+    """
+    REST: constexpr = 0.0 if EXACT else 17159.5 / 65536
+    nothing = tl.zeros(x[0].shape, tl.float32)
+    part = tl.zeros(loaded[0].shape, tl.float32)
+    sums = nothing
+    rest = nothing
+    for i in tl.static_range(4):
+        bits = _pair(loaded[0], i)
+        part += _low(bits) * x[2 * i]
+        part += (_high(bits) if EXACT else bits.to(tl.float32, bitcast=True)) * x[2 * i + 1]
+        sums += x[2 * i] + x[2 * i + 1]
+        rest += REST * x[2 * i + 1]
+        if i == 1 and GROUP < 64:
+            total = _add_scaled(total, part, loaded[1], loaded[3], row, sums, rest)
+            part = tl.zeros(loaded[0].shape, tl.float32)
+            sums = nothing
+            rest = nothing
+    return _add_scaled(total, part, loaded[2], loaded[4], row, sums, rest)
+
+
+@triton.jit
 def _unpack(
     words, scale, zero, out, M: constexpr, K: constexpr, GROUP: constexpr, BN: constexpr, BK: constexpr, PDL: constexpr
 ):  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.activation import geglu, geglu_rows, gelu
-from kernels.four_bits import load_words, pair_tile, run_columns
+from kernels.four_bits import add_words, load_pairs, load_scaled_words, load_words, pair_tile, run_columns, word_pairs
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, shared_memory, trigger, wait
 from kernels.lora import NO_ADAPTERS, LowRank, expand_rows, part_of, wait_for_x
@@ -163,7 +163,10 @@ def _run(
         "GATED": epilogue.gated, "UP": up.stride(0) if up is not None else 0, **inboxes,
     }  # fmt: skip
     ends = up, out, pointers, rank, buffer
-    if tile.kind == "gemv":
+    if tile.kind == "gemv" and weight.group:
+        matrix = weight.values, weight.scale, weight.zero
+        launch(_gemv_words, (columns, blocks), values, *matrix, *ends, GROUP=weight.group, **constexprs)
+    elif tile.kind == "gemv":
         launch(_gemv, (columns, blocks), values, x_scale, weight.values, weight.scale, *ends, EARLY=tile.early, **constexprs)
     else:
         low = NO_ADAPTERS if added is None else added.shrink(tile)
@@ -244,6 +247,54 @@ def _gemv(
         if GATED:
             second = scaled(tl.sum(sums[row * MATRICES + 1], 1), x_scale, scale, at, column + M, 2 * M)
             total = gelu(total) * second
+        if UP > 0:
+            total = gelu(total) * tl.load(up + at * UP + column, live, 0.0).to(tl.float32)
+        _store(total, out, at, column, live, inboxes, rank, buffer, SIZE, INBOX_ROWS, WIDTH, EMPTY)
+
+
+@triton.jit(do_not_specialize=["rank", "buffer"])
+def _gemv_words(
+    x, weight, scale, zero, up, out, pointers, rank, buffer,
+    M: constexpr, K: constexpr, GROUP: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, GATED: constexpr, UP: constexpr,
+    SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
+):  # fmt: skip
+    """`_gemv` of `kernels.four_bits`. Words of the next turn are in flight while those of this one are multiplied."""
+    trigger(PDL)
+    MATRICES: constexpr = 2 if GATED else 1
+    EXACT: constexpr = x.dtype.element_ty == tl.float32
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    at_row = tl.minimum(column, M - 1).to(tl.int64)[:, None]
+    inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
+    loaded: tl.tuple = ()
+    for matrix in tl.static_range(MATRICES):
+        loaded += (load_scaled_words(weight, scale, zero, at_row + matrix * M, 0, K, GROUP, BK),)
+    wait(PDL)
+    first = tl.program_id(1) * ROWS
+    x += first * K
+    sums: tl.tuple = ()
+    for _ in tl.static_range(ROWS * MATRICES):
+        sums += (tl.zeros([BN, BK // 32], tl.float32),)
+    for k in range(0, K, BK):
+        following: tl.tuple = ()
+        for matrix in tl.static_range(MATRICES):
+            following += (load_scaled_words(weight, scale, zero, at_row + matrix * M, k + BK, K, GROUP, BK),)
+        added: tl.tuple = ()
+        for row in tl.static_range(ROWS):
+            pair = k // 2 + word_pairs(BK // 8)
+            values: tl.tuple = ()
+            for i in tl.static_range(4):
+                values += load_pairs(x + row * K, pair + 8 * i, pair < K // 2)
+            for matrix in tl.static_range(MATRICES):
+                total = sums[row * MATRICES + matrix]
+                added += (add_words(total, loaded[matrix], at_row + matrix * M, values, GROUP, EXACT),)
+        sums = added
+        loaded = following
+    live = column < M
+    for row in tl.static_range(ROWS):
+        at = tl.full([BN], row, tl.int32) + first
+        total = tl.sum(sums[row * MATRICES], 1)
+        if GATED:
+            total = gelu(total) * tl.sum(sums[row * MATRICES + 1], 1)
         if UP > 0:
             total = gelu(total) * tl.load(up + at * UP + column, live, 0.0).to(tl.float32)
         _store(total, out, at, column, live, inboxes, rank, buffer, SIZE, INBOX_ROWS, WIDTH, EMPTY)

@@ -89,10 +89,18 @@ _FP8_TABLE: _Table = {
     GemmShape(5376, 21504): _tiles((4, 4), (64, 6), (64, 6), (64, 6), bk=(2048, 256)),
     GemmShape(21504, 5376, gated=True): _tiles((2, 3), (64, 4), (64, 4), (64, 4), bk=(2048, 256)),
 }
+_SHORT = _four_bit_tiles((64, 256, 4), (64, 256, 4), (64, 256, 3), (64, 128, 3))
+_LONG = _four_bit_tiles((128, 256, 3), (128, 256, 3), (64, 128, 4), (64, 128, 4))
+_GATED = _four_bit_tiles((64, 256, 3), (64, 256, 3), (64, 256, 3), (64, 128, 3))
+# One or two rows: a gemv's instructions take longer than the 31B's words, a gemm's few CTAs longer than the E4B's.
+_FEW_WORDS = {1: Tile("gemv", 1, 2, 1024, 1, warps=1)}
 _INT4_TABLE: _Table = {
-    GemmShape(5376, 8192): _four_bit_tiles((64, 256, 4), (64, 256, 4), (64, 256, 3), (64, 128, 3)),
-    GemmShape(5376, 21504): _four_bit_tiles((128, 256, 3), (128, 256, 3), (64, 128, 4), (64, 128, 4)),
-    GemmShape(21504, 5376, gated=True): _four_bit_tiles((64, 256, 3), (64, 256, 3), (64, 256, 3), (64, 128, 3)),
+    GemmShape(5376, 8192): _SHORT,
+    GemmShape(5376, 21504): _LONG,
+    GemmShape(21504, 5376, gated=True): _GATED,
+    GemmShape(2560, 2048): _FEW_WORDS | _SHORT,
+    GemmShape(2560, 10240): _FEW_WORDS | _LONG,
+    GemmShape(10240, 2560, gated=True): _FEW_WORDS | _GATED,
 }
 TABLES: dict[Load, _Table] = {"plain": TABLE, "fp8": _FP8_TABLE, "int4": _INT4_TABLE}
 # of a number of x and of a weight, with its group's scale and zero point, in shared memory

@@ -209,7 +209,7 @@ def main() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         os.execv(sys.executable, [sys.executable, "-m", "tests.bench.layer_products", *sys.argv[1:]])
     if args.dry:
-        small = {"hidden": 96, "mlp": 64 * args.tp, "heads": args.tp, "kv_heads": args.tp, "moe_mlp": 32 * args.tp}
+        small = {"hidden": 128, "mlp": 64 * args.tp, "heads": args.tp, "kv_heads": args.tp, "moe_mlp": 32 * args.tp}
         model = replace(model, groups=1, sliding=1, kv_shared=0, ple=0, experts=min(model.experts, 8), **small)
     layers = min(args.layers, model.layers)
     made = partial(Chain, model, args.tp, layers, load=args.weights)
