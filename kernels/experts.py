@@ -79,6 +79,10 @@ class AdaptedRows(NamedTuple):
     gate_up: ExpertAdapters | None
     down: ExpertAdapters | None
 
+    @property
+    def adapters(self) -> int:
+        return next(each.adapters for each in (self.gate_up, self.down) if each is not None)
+
 
 def adapted_experts(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Matrix, down: Matrix, dense: PendingTensor, adapted: AdaptedRows
@@ -89,37 +93,45 @@ def adapted_experts(
         total = torch.zeros_like(x, dtype=torch.float32)
         for expert in chosen.unique().tolist():
             tokens, ranks = torch.where(chosen == expert)
-            own = chosen[tokens, ranks]
+            index = adapted.rows[tokens]
+            pairs = torch.where(index < 0, index, expert * adapted.adapters + index)
             both = linear(x[tokens], pair.of_expert(expert))
-            _add(both, x[tokens], adapted.rows[tokens], own, adapted.gate_up)
+            _add(both, x[tokens], pairs, adapted.gate_up)
             inner = geglu(both)
             part = linear(inner, last.of_expert(expert))
-            _add(part, inner, adapted.rows[tokens], own, adapted.down)
+            _add(part, inner, pairs, adapted.down)
             total.index_add_(0, tokens, part.float() * weights[tokens, ranks, None])
         return torch.cat([dense(), total.to(x.dtype)], -1)
     check_contiguous(x, weights, chosen, *pair.tensors, *last.tensors)
     (rows, n), m, (count, *_), top_k = x.shape, last.columns, last.values.shape, chosen.shape[1]
     up_tile, down_tile = choose(rows * top_k, count, shared_memory(x), last.load)
     tiles, order, position = (chosen[0], None, None) if rows == 1 else _sorted(chosen, count, up_tile.rows)
-    assignments = torch.arange(top_k, device=x.device) if order is None else order.long()
-    tokens = assignments // top_k
-    own = chosen.view(-1)[assignments]
-    index = adapted.rows[tokens]
+    pairs, tokens = _pairs(chosen, order, adapted)
     both = x.new_empty(rows * top_k, 2 * m)
     _launch_grouped(up_tile, x, pair, order, tiles, both, top_k)
-    _add(both, x[tokens], index, own, adapted.gate_up)
+    _add(both, x, pairs, adapted.gate_up, tokens)
     inner = geglu(both)
     parts = x.new_empty(rows * top_k, n)
     _launch_grouped(down_tile, inner, last, None, tiles, parts, 1)
-    _add(parts, inner, index, own, adapted.down)
+    _add(parts, inner, pairs, adapted.down)
     return _combined(parts, position, weights, dense)
 
 
-def _add(out: Tensor, x: Tensor, index: Tensor, experts: Tensor, adapters: ExpertAdapters | None) -> None:
-    if adapters is None:
-        return
-    pairs = torch.where(index < 0, index, experts * adapters.adapters + index)
-    add_lora(out, x.contiguous(), pairs, adapters.a, adapters.b, adapters.ends)
+def _add(out: Tensor, x: Tensor, pairs: Tensor, adapters: ExpertAdapters | None, source: Tensor | None = None) -> None:
+    if adapters is not None:
+        add_lora(out, x, pairs, adapters.a, adapters.b, adapters.ends, source)
+
+
+def _pairs(chosen: Tensor, order: Tensor | None, adapted: AdaptedRows) -> tuple[Tensor, Tensor]:
+    """int32 of each assignment, in order: its index in a and b, -1: none; its token."""
+    assignments = chosen.numel()
+    pairs, tokens = chosen.new_empty((2, assignments))
+    block = min(1024, next_power_of_2(assignments))
+    launch(
+        _pair, (cdiv(assignments, block),), chosen, order, adapted.rows, pairs, tokens, assignments,
+        ADAPTERS=adapted.adapters, TOP=chosen.shape[1], BLOCK=block,
+    )  # fmt: skip
+    return pairs, tokens
 
 
 def _tile(rows: int, bn: int, bk: int, stages: int, *, swap: bool = True, warps: int = 4) -> Tile:
@@ -173,6 +185,25 @@ def _launch_grouped(
         out, M=m, K=x.shape[1], TOP=top_k, GROUP=weight.group, GATED=weight.rows > m, SINGLE=tiles.ndim == 1, SWAP=tile.swap,
         BM=tile.rows, BN=tile.bn, BK=tile.bk, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["assignments"])
+def _pair(
+    chosen, order, rows, pairs, tokens, assignments, ADAPTERS: constexpr, TOP: constexpr, BLOCK: constexpr, PDL: constexpr
+):  # fmt: skip
+    trigger(PDL)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = index < assignments
+    wait(PDL)
+    if order is None:
+        assignment = index
+    else:
+        assignment = tl.load(order + index, live, 0)
+    token = assignment // TOP
+    adapter = tl.load(rows + token, live, -1)
+    expert = tl.load(chosen + assignment, live, 0)
+    tl.store(tokens + index, token, live)
+    tl.store(pairs + index, tl.where(adapter < 0, -1, expert * ADAPTERS + adapter), live)
 
 
 @triton.jit(do_not_specialize=["assignments"])

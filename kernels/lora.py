@@ -6,7 +6,8 @@ Part p, the outputs [ends[p - 1], ends[p]), has its own A: q, k and v are one pr
 to the matrices' dtype for B's, which is summed in fp32 and rounded after the addition.
 
 `_shrink` gives fp32 sums of A's product for shares of n. For many rows, or experts, `_expand` follows the product: it adds the
-shares, multiplies by B and adds to `out`. For few rows the product's own kernel (`kernels.linear._gemm`) does so, and overlaps
+shares, multiplies by B and adds to `out`. Blocks of rows take turns by adapter; where adapters outnumber rows, as those of experts
+do in a decode step, each row is a block. For few rows the product's own kernel (`kernels.linear._gemm`) does so, and overlaps
 `_shrink`. The word `begun` tells it that the kernels before `_shrink` have ended. All CTAs of `_shrink` run by then, so it never
 waits for one that cannot start.
 """
@@ -29,6 +30,7 @@ _SHARE = 768  # of the inner dimension, of a CTA of `_shrink`
 _MOST_SHARES = 16
 _TURN = 128  # of a share, at once
 _OUTPUTS = 64  # of a CTA of `_expand`
+_OUTPUTS_OF_ROW = 256  # of one for a single row
 _WIDTH = 16  # columns of A's product of a CTA of `_shrink`, of few rows
 _MOST_RANK = 128  # that the product's own kernel takes
 _LAST = constexpr(0x7FFFFFFF)  # no adapter has this index
@@ -89,43 +91,55 @@ def _constexprs(numbers: tuple[int, ...]) -> dict[str, int]:
 NO_ADAPTERS = Shrunk((None, None, None, None), _constexprs((0,) * 6), 0)
 
 
-def add_lora(out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: tuple[int, ...]) -> None:
-    """out [T, m], x [T, n], index int32 [T], all contiguous; a, b and ends as in `LowRank`; r a multiple of 16."""
-    check_contiguous(out, x, index, a)
+def add_lora(
+    out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: tuple[int, ...], source: Tensor | None = None
+) -> None:
+    """out [T, m], x [T, n], index int32 [T], all contiguous; a, b and ends as in `LowRank`; r a multiple of 16. source: int32 [T],
+    each row's row of x."""
+    check_contiguous(out, x, index, a, source)
     assert b.stride(2) == 1, b.stride()
     (rows, m), n, r = out.shape, x.shape[1], b.shape[2]
     parts = len(ends)
     assert ends[-1] == m == b.shape[1], (ends, out.shape, b.shape)
     assert a.shape[1:] == (parts * r, n), (a.shape, parts, r, n)
-    assert x.shape[0] == index.shape[0] == rows, (x.shape, index.shape, rows)
+    assert index.shape[0] == rows == len(x if source is None else source), (x.shape, index.shape, rows)
     if rows == 0:
         return
     if not enabled(x):
-        _reference(out, x, index, a, b, ends)
+        _reference(out, x if source is None else x[source], index, a, b, ends)
         return
     width = min(r & -r, 64)  # at most the largest power of 2 that divides r
-    inner = _shrink_all(x, index, a, parts * r, _ROWS, width)
-    blocks = cdiv(rows, _ROWS)
-    groups = min(rows, _ROWS, a.shape[0])
+    if rows <= a.shape[0]:
+        block = 1
+        outputs = _OUTPUTS_OF_ROW
+    else:
+        block = _ROWS
+        outputs = _OUTPUTS
+    inner = _shrink_all(x, index, a, parts * r, block, width, source=source)
+    groups = min(block, a.shape[0])
     bounds = [*ends, *[m] * (3 - parts)]
     widths = [end - start for start, end in zip([0, *bounds], bounds, strict=False)]
-    grid = blocks * groups, sum(cdiv(width, _OUTPUTS) for width in widths)
+    grid = cdiv(rows, block) * groups, sum(cdiv(width, outputs) for width in widths)
     launch(
         _expand, grid, inner, b, index, out, rows, groups,
         M=m, RANK=r, OF_ADAPTER=b.stride(0), OF_OUTPUT=b.stride(1), INNER=parts * r, SHARES=len(inner), TURN=width,
-        FIRST=bounds[0], SECOND=bounds[1], ROWS=_ROWS, OUTPUTS=_OUTPUTS,
+        FIRST=bounds[0], SECOND=bounds[1], ROWS=block, OUTPUTS=outputs,
     )  # fmt: skip
 
 
-def _shrink_all(x: Tensor, index: Tensor, a: Tensor, columns: int, block: int, width: int, begun: Tensor | None = None) -> Tensor:
+def _shrink_all(
+    x: Tensor, index: Tensor, a: Tensor, columns: int, block: int, width: int, begun: Tensor | None = None,
+    source: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """fp32 [shares, T, columns]."""
-    rows, n = x.shape
+    rows = len(index)
+    n = x.shape[1]
     share = cdiv(cdiv(n, min(_MOST_SHARES, cdiv(n, _SHARE))), _TURN) * _TURN
     inner = torch.empty((cdiv(n, share), rows, columns), dtype=torch.float32, device=x.device)
     groups = min(rows, block, a.shape[0])
     grid = cdiv(rows, block) * groups, columns // width, len(inner)
     launch(
-        _shrink, grid, x, a, index, inner, begun, rows, groups,
+        _shrink, grid, x, source, a, index, inner, begun, rows, groups,
         N=n, INNER=columns, WIDTH=width, SHARE=share, ROWS=block, TURN=_TURN,
     )  # fmt: skip
     return inner
@@ -152,14 +166,27 @@ def _adapter(index, number, LAST: constexpr):
 
 
 @triton.jit
+def _add_rows(x, weight, total):
+    """`add_product`; a single row's without an MMA."""
+    if total.shape[0] == 1:
+        total += tl.sum(x.to(tl.float32) * weight.to(tl.float32), 1)[None, :]
+    else:
+        total = add_product(x, weight, total, False)
+    return total
+
+
+@triton.jit
 def _shrink_rows(
-    x, a, inner, row, own, adapter, first, share, T,
+    x, source, a, inner, row, own, adapter, first, share, T,
     N: constexpr, INNER: constexpr, WIDTH: constexpr, SHARE: constexpr, TURN: constexpr,
 ):  # fmt: skip
     mine = (own == adapter)[:, None]
     column = first + tl.arange(0, WIDTH)
     lane = tl.arange(0, TURN)
-    rows = x + row.to(tl.int64)[:, None] * N
+    if source is None:
+        rows = x + row.to(tl.int64)[:, None] * N
+    else:
+        rows = x + tl.load(source + row, mine.reshape([row.shape[0]]), 0).to(tl.int64)[:, None] * N
     base = a + (adapter.to(tl.int64) * INNER + column[:, None]) * N
     total = tl.zeros([row.shape[0], WIDTH], tl.float32)
     for k in range(0, SHARE, TURN):
@@ -167,7 +194,7 @@ def _shrink_rows(
         inside = (offset < N)[None, :]
         tile = tl.load(base + offset[None, :], inside, 0.0)
         values = tl.load(rows + offset[None, :], mine & inside, 0.0)
-        total = add_product(values.to(tile.dtype), tile, total, False)
+        total = _add_rows(values.to(tile.dtype), tile, total)
     tl.store(inner + (share.to(tl.int64) * T + row[:, None]) * INNER + column[None, :], total, mine)
 
 
@@ -213,7 +240,7 @@ def expand_rows(
 
 @triton.jit(do_not_specialize=["T", "groups"])
 def _shrink(
-    x, a, index, inner, begun, T, groups,
+    x, source, a, index, inner, begun, T, groups,
     N: constexpr, INNER: constexpr, WIDTH: constexpr, SHARE: constexpr, ROWS: constexpr, TURN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     trigger(PDL)
@@ -226,7 +253,7 @@ def _shrink(
     own = tl.load(index + row, row < T, -1)
     adapter = _adapter(own, tl.program_id(0) % groups, _LAST)
     if adapter < _LAST:
-        _shrink_rows(x, a, inner, row, own, adapter, first, share, T, N, INNER, WIDTH, SHARE, TURN)
+        _shrink_rows(x, source, a, inner, row, own, adapter, first, share, T, N, INNER, WIDTH, SHARE, TURN)
 
 
 @triton.jit(do_not_specialize=["T", "groups"])
@@ -264,5 +291,5 @@ def _expand(
             values = tl.zeros([ROWS, TURN], tl.float32)
             for share in tl.static_range(SHARES):
                 values += tl.load(of_row + share * (T.to(tl.int64) * INNER), mine, 0.0)
-            total = add_product(cast(values, tile.dtype), tile, total, False)
+            total = _add_rows(cast(values, tile.dtype), tile, total)
         tl.store(at, cast(total, out.dtype.element_ty), changed)

@@ -25,7 +25,7 @@ from kernels.chunks import ResultInputs, StepRows, chunk_inputs, extend_tiles
 from kernels.clusters import best_of_clusters
 from kernels.decode import DecodeScratch, decode_attention
 from kernels.embed import embed
-from kernels.experts import experts
+from kernels.experts import AdaptedRows, ExpertAdapters, adapted_experts, experts
 from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.launch import enabled, plain_torch
@@ -464,6 +464,23 @@ def _experts(draw: RandomInputs, rows: int, top_k: int = 2) -> Outputs:
     return (experts(draw.floats(rows, n), weights, chosen, gate_up, down, partial(draw.floats, rows, n)),)
 
 
+def _adapted_experts(draw: RandomInputs, rows: int) -> Outputs:
+    n = 40
+    m = 24
+    count = 6
+    adapters = 2
+    chosen = draw.rising(rows, 1) % 4 + draw.rising(2)
+    weights = draw.fp32(rows, 2)
+    of_row = ((draw.rising(rows, 1) + 1) % 3 - 1).view(-1)
+    pairs = count * adapters
+    of_gate_up = draw.floats(pairs, 32, n, scale=n**-0.5), draw.floats(pairs, 2 * m, 16, scale=0.25)
+    of_down = draw.floats(pairs, 16, m, scale=m**-0.5), draw.floats(pairs, n, 16, scale=0.25)
+    adapted = AdaptedRows(of_row, ExpertAdapters(*of_gate_up, (m, 2 * m), adapters), ExpertAdapters(*of_down, (n,), adapters))
+    gate_up = draw.floats(count, 2 * m, n, scale=n**-0.5)
+    down = draw.floats(count, n, m, scale=m**-0.5)
+    return (adapted_experts(draw.floats(rows, n), weights, chosen, gate_up, down, partial(draw.floats, rows, n), adapted),)
+
+
 def _lora(draw: RandomInputs, rows: int) -> Outputs:
     out = draw.floats(rows, 200)
     x = draw.floats(rows, 700)
@@ -534,4 +551,5 @@ CHECKS = (
     Check("kernels.route", "the router", _router),
     *(Check("kernels.experts", f"experts of {rows} tokens", _experts, (rows,)) for rows in (1, 3, 20, 45, 90, 300)),
     Check("kernels.experts", "experts of several blocks of assignments", _experts, (300, 16)),
+    *(Check("kernels.experts", f"adapted experts of {rows} tokens", _adapted_experts, (rows,)) for rows in (5, 1, 20)),
 )

@@ -238,6 +238,6 @@ def interpreted_blocks_of_outputs_are_those_of_each_part() -> None:
 
 
 def interpreted_the_grouped_kernels_of_experts() -> None:
-    """Sorted assignments, and those of a single token."""
-    for rows in (1, 9):
+    """Of a single token, of fewer assignments than experts' adapters, and of more."""
+    for rows in (1, 9, 20):
         check_experts(torch.bfloat16, rows)
