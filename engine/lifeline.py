@@ -94,6 +94,7 @@ class StepTimes(FrozenStruct):
     tile: int  # rows of a tile in large products: a part costs as much as the whole
     drafts: tuple[tuple[int, Points], ...] = ()  # each draft length, and its steps as in decodes; empty for a single one
     drafting: Points = ()  # extra cost of the most drafts in a step with prompts, beyond their rows, by sequences
+    sizes: tuple[int, ...] = ()  # that a step's prompt tokens are padded to, ascending
 
 
 def slowest(measured: Sequence[StepTimes]) -> StepTimes:

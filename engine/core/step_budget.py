@@ -2,7 +2,7 @@
 rules and the policies are in engine/core/README.md."""
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -52,14 +52,15 @@ class DecodeRows(NamedTuple):
 
 
 class StepEstimate:
-    """The time of a step while chunks are added. Rows cost whole tiles. A chunk reads its context
-    once; each of its tokens attends to it."""
+    """The time of a step while chunks are added. Prompt tokens cost the padded size, all rows whole tiles.
+    A chunk reads its context once; each of its tokens attends to it."""
 
     def __init__(self, times: StepTimes, decodes: DecodeRows, slowed: float = 1.0) -> None:
         """`slowed`: real times relative to `times`."""
         self._times = times
         self._slowed = slowed
-        self._rows = decodes.rows + decodes.verified
+        self._decodes = decodes.rows + decodes.verified
+        self._tokens = 0
         self._rest_ms = 0.0
         self.decode_ms = 0.0  # without chunks
         if decodes.rows:
@@ -71,19 +72,25 @@ class StepEstimate:
     def ms(self, tokens: int = 0, context: int = 0) -> float:
         """Milliseconds with the chunks so far and one of `tokens`."""
         times = self._times
-        rows = -(-(self._rows + tokens) // times.tile) * times.tile
+        rows = -(-(self._decodes + self._padded(self._tokens + tokens)) // times.tile) * times.tile
         chunk_ms = context * (times.read_ms + times.attend_ms * tokens)
         return self._slowed * (self._rest_ms + interpolate(times.prefills, rows) + chunk_ms)
 
+    def _padded(self, tokens: int) -> int:
+        at = bisect_left(self._times.sizes, tokens)
+        if tokens and at < len(self._times.sizes):
+            return self._times.sizes[at]
+        return tokens
+
     def add(self, tokens: int, context: int) -> None:
-        self._rows += tokens
+        self._tokens += tokens
         self._rest_ms += context * (self._times.read_ms + self._times.attend_ms * tokens)
 
     def fitting(self, context: int, most: int, target_ms: float) -> int:
         """Most tokens of a chunk, in whole tiles, within `target_ms`."""
         if self.ms(most, context) <= target_ms:
             return most
-        ends = range(-self._rows % self._times.tile, most, self._times.tile)
+        ends = range(-(self._decodes + self._tokens) % self._times.tile, most, self._times.tile)
         fits = bisect_right(ends, target_ms, key=lambda tokens: self.ms(tokens, context))
         if fits:
             return ends[fits - 1]

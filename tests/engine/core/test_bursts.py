@@ -2,13 +2,13 @@
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from engine.config import EngineConfig, Mtp
 from engine.core.scheduler import Scheduler
-from engine.core.step_budget import StepBudget, interpolate
+from engine.core.step_budget import StepBudget, StepEstimate, interpolate
 from engine.lifeline import Points, StepTimes
 from engine.plan import ResultRow, StepPlan, StepResult
 from tests.support.engine.draws import draft_chance
@@ -26,7 +26,8 @@ VERIFIED, ACCEPTED = 5, 4.42  # drafts of a measured step, and the tokens that i
 @dataclass(frozen=True)
 class Device:
     """Points of (rows, ms): steps of decode rows alone; the same with five drafts verified; five drafts made; prompt tokens alone.
-    row_ms: what a decode row adds to a step with prompts beyond its tokens;   beside_ms: drafts to one with decode rows."""
+    row_ms: what a decode row adds to a step with prompts beyond its tokens;   beside_ms: drafts to one with decode rows;   sizes:
+    to which prompt tokens are padded."""
 
     alone: Points
     verified: Points
@@ -34,12 +35,14 @@ class Device:
     prompts: Points
     row_ms: float
     beside_ms: float = 0.0
+    sizes: tuple[int, ...] = ()
 
     def step_ms(self, sequences: int, rows: int, drafts: int, prompts: int) -> float:
         """A step of `sequences` that compute `rows` tokens and make so many drafts each, beside prompt tokens."""
         made = interpolate(self.drafted, sequences) * drafts / VERIFIED if sequences else 0.0
         if prompts:
             beside = self.beside_ms * bool(drafts and sequences)
+            prompts = next((size for size in self.sizes if size >= prompts), prompts)
             return interpolate(self.prompts, prompts + rows) + self.row_ms * sequences + made + beside
         alone = interpolate(self.alone, sequences)
         part = (rows / sequences - 1) / VERIFIED
@@ -53,7 +56,7 @@ class Device:
         prompts = tuple((rows, interpolate(self.prompts, rows)) for rows in (1, 128, 512, 2047))
         mixed = tuple((rows, self.row_ms * rows) for rows in points)
         drafting = tuple((rows, self.beside_ms + interpolate(self.drafted, rows)) for rows in (points[0], points[-1]))
-        return StepTimes(decodes, prompts, mixed, 0.0, 0.0, 0.0, 128, drafts, drafting)
+        return StepTimes(decodes, prompts, mixed, 0.0, 0.0, 0.0, 128, drafts, drafting, self.sizes)
 
 
 # a shard of two of the 31B on an H200: `tests.bench.step` at 63531ecb, 8a9dc2c and 449986e; prompts by `tests.bench.engine`
@@ -158,6 +161,19 @@ def test_a_burst_with_drafts(size: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert five.token_ms < {32: 0.82, 64: 0.72, 100: 0.70}[size] * BEFORE[size]
     assert auto.token_ms < 1.03 * five.token_ms
     assert faulty.beside > 1.04 * five.beside
+
+
+def test_a_step_fills_the_size_that_it_is_padded_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps are padded to few large sizes, no token is padded in vain while others decode, and no step is too long. Planted
+    fault: the budget does not know the sizes; the last prompt is done 8 percent later than alone, and steps are too long."""
+    padded = replace(SHARD_31B, sizes=(2048, 4096, 5120, 6144, 7168, 8192))
+    found = burst(padded, 100, 5)
+    monkeypatch.setattr(StepEstimate, "_padded", lambda self, tokens: tokens)
+    faulty = burst(padded, 100, 5)
+    told("100 at once, padded: sizes known, unknown:", [found, faulty])
+    assert found.beside < 1.05 * found.prefill
+    assert faulty.beside > 1.08 * faulty.prefill
+    assert found.gap_ms < 303 < faulty.gap_ms
 
 
 @pytest.mark.parametrize("longest_ms", [60.0, 150.0, 200.0])
