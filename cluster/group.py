@@ -1,7 +1,7 @@
 """One engine group: shared memory, and processes from boot to end.
 
     Group.boot(config)   memory -> spawn the ranks and the core -> handshake -> ready; or an error, with nothing left over
-    group.front_socket   where an EngineClient attaches
+    group.front_socket   where an EngineClient attaches; group.media, a descriptor, where it writes data of media
     group.adapter_sockets   where RankLinks attaches, one a rank
     group.close()        orderly; group.kill() at once
 
@@ -32,7 +32,6 @@ from engine.memory import longest_sequence, pages_of
 from engine.quantisation import read_quantisation
 from engine.rank_status import STATUS_BYTES, RankStatus, StatusBlock
 from engine.step_masks import masks_capacity
-from engine.step_media import MEDIA_BYTES
 
 REDUCE_BYTES = 64 << 20  # sparse: pages that no rank touches cost nothing
 SPIN_POLLS = 2000
@@ -44,10 +43,13 @@ logger = logging.getLogger(__name__)
 class Group:
     """Boot it from a thread that outlives the group: children die with it."""
 
-    def __init__(self, config: EngineConfig, attention: AttentionChoice, front: socket.socket, status: memoryview) -> None:
+    def __init__(
+        self, config: EngineConfig, attention: AttentionChoice, front: socket.socket, media: int, status: memoryview
+    ) -> None:
         self.config = config
         self.attention = attention
         self.front_socket = front
+        self.media = media
         self.adapter_sockets: list[socket.socket] = []
         self.children: list[Child] = []
         self.pages: tuple[int, ...] = ()
@@ -64,7 +66,7 @@ class Group:
         config = msgspec.structs.replace(config, attention_decode=attention.decode, attention_extend=attention.extend)
         with _shared(config) as shared:
             front, core = socket.socketpair()
-            group = cls(config, attention, front, map_shared(shared["status"]))
+            group = cls(config, attention, front, os.dup(shared["media"]), map_shared(shared["status"]))
             try:
                 with core:
                     group._spawn(shared, core, command)
@@ -166,6 +168,7 @@ class Group:
             self._last = self._read()
             still_running = children.kill(self.children)
             self.front_socket.close()
+            os.close(self.media)
             for sock in self.adapter_sockets:
                 sock.close()
             self._memory.release()
@@ -186,7 +189,7 @@ def _shared(config: EngineConfig) -> Iterator[Mapping[str, int]]:
     sizes = {
         "plan": ring_bytes(tp),
         "masks": ring_bytes(tp, masks_capacity(config.max_seqs * config.widest, vocabulary)),
-        "media": ring_bytes(tp, MEDIA_BYTES),
+        "media": 0,
         "result": ring_bytes(1),
         "status": (tp + 1) * STATUS_BYTES,
         "reduce": REDUCE_BYTES,

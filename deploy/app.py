@@ -153,7 +153,7 @@ class Quartet:
         self._exporter = Exporter(self._facts(config, chosen, weights))
         exporter_url = self._exporter.serve(self._metrics_host, metrics.port)
         self._demand = Demand(config.max_seqs, metrics.ttft_objective_s)
-        self._client = EngineClient(group.front_socket, sink=to_each(self._exporter, self._demand))
+        self._client = EngineClient(group.front_socket, group.media, sink=to_each(self._exporter, self._demand))
         await self._client.start()
         links = RankLinks(group.adapter_sockets) if group.adapter_sockets else None
         if links is not None:

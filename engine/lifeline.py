@@ -33,8 +33,9 @@ _PR_SET_PDEATHSIG = 1
 class BootArgs(FrozenStruct, kw_only=True):
     """argv[1] of a child, as JSON: descriptors by purpose; -1: absent.
 
-    `result`: ring rank 0 -> core; `reduce`: memory of the CPU's collectives; `front`: the core's message socket; `adapters`: a
-    rank's socket for `engine.adapter_commands`; `store`: torch.distributed's rendezvous. `spin`: polls of a ring before a sleep.
+    `result`: ring rank 0 -> core; `media`: the media memory; `reduce`: memory of the CPU's collectives; `front`: the core's
+    message socket; `adapters`: a rank's socket for `engine.adapter_commands`; `store`: torch.distributed's rendezvous. `spin`:
+    polls of a ring before a sleep.
     """
 
     index: int
@@ -42,7 +43,7 @@ class BootArgs(FrozenStruct, kw_only=True):
     parent: int
     lifeline: int
     status: int  # its record; the core's follows the ranks'
-    plan: int  # ring core -> ranks, as masks and media
+    plan: int  # ring core -> ranks, as masks
     masks: int
     media: int
     result: int

@@ -3,10 +3,10 @@
 Little-endian; header and fixed-width sections are one run of int32 that a rank copies to its device.
 
     StepPlan    header [16] | rows [n,3] | chunks [n,6] | appends [n,4] | releases [n,4] | zeros [n,2] | spans [n,2] | encodes [n,4]
-                | admissions, msgpack
+                | admissions, msgpack | media items, msgpack
     StepResult  header | table [n,4 + W + D] | logprobs of tokens by row, and of prompts, msgpack
 
-    plan header, int32: 0, flags, step (two words), rows of each section, bytes of admissions; drafts; 0 ...
+    plan header, int32: 0, flags, step (two words), rows of each section, bytes of admissions; drafts; bytes of media items; 0 ...
     rows      slot, width, flags       decode rows: the next token and width - 1 drafts
     chunks    slot, start, end, first_logit, first span, spans       positions [start, end) of a prompt; logits from first_logit on,
               the last one's give the token at `end`
@@ -33,7 +33,7 @@ from engine.protocol import (
     MAX_ALTERNATIVES,
     MAX_SPAN,
     Logprobs,
-    MediaItem,
+    PlacedItem,
     PromptLogprobs,
     SamplingParams,
     pack_tokens,
@@ -54,12 +54,14 @@ MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, o
 MAX_PARAMS = 1 << 13  # numbers of four bytes that an admission takes without its tokens and pages: 5 bytes an id, 14 a bias
 MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has: up to 1.3 MiB of a ring record
 
-_PLAN = struct.Struct(f"<4xIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SECTIONS) - 2)}x")
+_PLAN = struct.Struct(f"<4xIQ{len(SECTIONS) + 3}I{4 * (HEADER - COUNTS - len(SECTIONS) - 3)}x")
 _encode = msgspec.msgpack.Encoder().encode
 _decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int, int]]).decode
+_decode_media = msgspec.msgpack.Decoder(tuple[PlacedItem, ...]).decode
 _RESULT = struct.Struct("<IQIII")
 _LOGPROBS_BYTES = 13 + 15 * MAX_ALTERNATIVES  # that Logprobs take at most
 _LOGPROBS_ROW_BYTES = 10  # of a row's logprobs, at most, without its tokens'
+_MEDIA_BYTES = 1 << 20  # of a plan's media items: 4097 of 150 bytes, with 11 more for each of 12 600 spans
 PROMPT_ROW_BYTES = 28  # of a PromptRow, at most, without its words
 
 FLAG_STOP = 1
@@ -103,7 +105,7 @@ class StepPlan(msgspec.Struct):
     spans: Section = []
     encodes: Section = []
     admissions: list[Admission] = []
-    media: list[MediaItem] = []  # sent apart (`engine.step_media`)
+    media: list[PlacedItem] = []  # of `encodes`
 
     @property
     def result_slots(self) -> list[int]:
@@ -130,6 +132,7 @@ class PlanView(NamedTuple):
     spans: np.ndarray
     encodes: np.ndarray
     admissions: tuple[Admission, ...]
+    media: tuple[PlacedItem, ...]
 
     @property
     def width(self) -> int:
@@ -194,8 +197,9 @@ def encode_plan(plan: StepPlan) -> bytes:
     sections = [getattr(plan, name) for name in SECTIONS]
     admitted = [new._replace(tokens=pack_tokens(new.tokens), params=_sent(new.params)) for new in plan.admissions]
     admissions = _encode(admitted) if admitted else b""
-    header = _PLAN.pack(flags, plan.step, *map(len, sections), len(admissions), plan.drafts)
-    return b"".join([header, *map(_packed, sections), admissions])
+    media = _encode(plan.media) if plan.media else b""
+    header = _PLAN.pack(flags, plan.step, *map(len, sections), len(admissions), plan.drafts, len(media))
+    return b"".join([header, *map(_packed, sections), admissions, media])
 
 
 def _packed(section: Section) -> bytes:
@@ -209,7 +213,7 @@ def largest_plan(seqs: int, max_len: int, budget: int, page: int, groups: int, *
     admission = max_len + MAX_PARAMS + 4 * groups * (max_len // page + 1)
     held = most_appends(seqs, budget, page, groups, width)
     rows = seqs * (3 + 6) + 6 * budget + 4 * held + 4 * groups * seqs + 2 * (held + groups * (max_len // page + 1))
-    return 4 * (HEADER + rows + max(admission, MAX_ADMITTED))
+    return 4 * (HEADER + rows + max(admission, MAX_ADMITTED)) + _MEDIA_BYTES
 
 
 def most_appends(seqs: int, budget: int, page: int, groups: int, width: int) -> int:
@@ -237,24 +241,23 @@ def read_header(data: bytes) -> tuple[bool, bool]:
 
 def read_plan(data: bytes) -> PlanView:
     """Reads in place. ValueError: wrong length."""
-    flags, step, *counts, size, drafts = _PLAN.unpack_from(data)
+    flags, step, *counts, size, drafts, media_size = _PLAN.unpack_from(data)
     sections = {}
     end = HEADER
     for (name, width), count in zip(SECTIONS.items(), counts, strict=True):
         sections[name] = np.frombuffer(data, np.int32, count * width, 4 * end).reshape(count, width)
         end += count * width
-    if 4 * end + size != len(data):
-        raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {4 * end + size}")
-    if size:
-        admitted = _decode_admissions(memoryview(data)[4 * end :])
-    else:
-        admitted = []
+    media_start = 4 * end + size
+    if media_start + media_size != len(data):
+        raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {media_start + media_size}")
+    admitted = _decode_admissions(memoryview(data)[4 * end : media_start]) if size else []
+    media = _decode_media(memoryview(data)[media_start:]) if media_size else ()
     admissions = tuple(
         Admission(slot, number, _ids(tokens), prompt, params, cached, adapter)
         for slot, number, tokens, prompt, params, cached, adapter in admitted
     )
     masked = bool(flags & FLAG_MASKED)
-    return PlanView(step, masked, drafts, np.frombuffer(data, np.int32, end), **sections, admissions=admissions)
+    return PlanView(step, masked, drafts, np.frombuffer(data, np.int32, end), **sections, admissions=admissions, media=media)
 
 
 def _ids(data: bytes) -> Sequence[int]:

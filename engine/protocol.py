@@ -1,6 +1,7 @@
 """Messages between front and core, as length-prefixed msgpack, and the sampling parameters."""
 
 import enum
+import math
 import struct
 from array import array
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ import msgspec
 from engine.logit_adjustments import LogitAdjustments
 
 MAX_MESSAGE_BYTES = 64 << 20
-PIECE_BYTES = 512 << 10  # of media's data in a message: neither end is kept from its other work for longer than a millisecond
+MAX_MEDIA_BYTES = 56 << 20  # of the data of a request's media
 MAX_ALTERNATIVES = 20  # logprobs of other tokens at a position: OpenAI's bound
 MAX_STOP_IDS = 1024  # of one request, its end-of-sequence ids among them: a rank's table has a fixed width
 MAX_SPAN = 2048  # tokens of a media item that see each other both ways: a chunk has all of them
@@ -77,7 +78,7 @@ class SamplingParams(FrozenStruct, kw_only=True, omit_defaults=True):
 
 
 class MediaItem(FrozenStruct):
-    """A medium in a prompt, at tokens [first, first + length)."""
+    """A medium in a prompt, at tokens [first, first + length). `shape`: of its data, uint8 or, for audio, float32."""
 
     first: int
     length: int
@@ -85,11 +86,15 @@ class MediaItem(FrozenStruct):
     spans: Spans
     kind: MediaKind
     shape: tuple[int, ...]
-    data: bytes
 
     @property
     def end(self) -> int:
         return self.first + self.length
+
+    @property
+    def size(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * (4 if self.kind == "audio" else 1)
 
     @property
     def runs(self) -> Spans:
@@ -101,12 +106,21 @@ class MediaItem(FrozenStruct):
         return sum(end - begin for begin, end in self.runs)
 
 
+class DecodedItem(MediaItem):
+    data: bytes
+
+
+class PlacedItem(MediaItem):
+    """Its data begin at `place` in the group's media memory."""
+
+    place: int
+
+
 class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
     """Front -> core. `id` is the front's own and returns in every TokenBatch entry.
 
     `prompt`: token ids, int32. `clip`: max_tokens was a default and may be lowered to what fits. `salt`: only requests of the
-    same salt share cached prefixes. `priority`: lower is served first. `client`: for turns. `media`: in the order of positions;
-    their data came as `sent_media`, or (0) are included.
+    same salt share cached prefixes. `priority`: lower is served first. `client`: for turns. `media`: in the order of positions.
     """
 
     id: int
@@ -117,8 +131,7 @@ class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
     priority: int = 0
     adapter: int = -1
     client: str = ""
-    media: tuple[MediaItem, ...] = ()
-    sent_media: int = 0
+    media: tuple[PlacedItem, ...] = ()
 
     @property
     def tokens(self) -> "array[int]":
@@ -126,18 +139,11 @@ class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
         return array("i", self.prompt)
 
 
-class MediaPiece(FrozenStruct, tag="media_piece"):
-    """More data of the media sent as `id`, item by item. `is_last`: of its item."""
-
-    id: int
-    data: bytes
-    is_last: bool
-
-
 class MediaEnd(FrozenStruct, tag="media_end"):
-    """No further request has the media sent as `id`."""
+    """No further request has media with data in [begin, end), whole pages of the media memory."""
 
-    id: int
+    begin: int
+    end: int
 
 
 class Abort(FrozenStruct, tag="abort"):
@@ -318,7 +324,7 @@ class TokenBatch(FrozenStruct, kw_only=True):
     load: Load
 
 
-FrontMessage = GenerateRequest | MediaPiece | MediaEnd | Abort | Control | AdapterChange
+FrontMessage = GenerateRequest | MediaEnd | Abort | Control | AdapterChange
 
 encode_message = msgspec.msgpack.Encoder().encode
 decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode

@@ -40,6 +40,7 @@ class RankStatus(NamedTuple):
     busy_us: int = 0
     idle_us: int = 0
     late_compilations: int = 0
+    encodes_read: int = 0  # plans with encodes whose media it has read
     hashes: Mapping[int, int] = {}
     encoder: EncoderFigures = EncoderFigures()
 
@@ -59,7 +60,7 @@ class StatusBlock:
         words = self._record(index).tolist()
         hashes = {word >> 32: word & _LOW for word in words[8 : 8 + HASHES] if word}
         encoder = EncoderFigures(*words[_ENCODER : _ENCODER + len(EncoderFigures._fields)])
-        return RankStatus._make((*words[:7], hashes, encoder))
+        return RankStatus._make((*words[:8], hashes, encoder))
 
     def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int) -> None:
         record = self._record(index)
@@ -71,6 +72,12 @@ class StatusBlock:
     def device(self, index: int, busy_us: int, idle_us: int, late_compilations: int) -> None:
         record = self._record(index)
         record[4], record[5], record[6] = busy_us, idle_us, late_compilations
+
+    def read_encodes(self, index: int, plans: int) -> None:
+        self._record(index)[7] = plans
+
+    def encodes_read(self, index: int) -> int:
+        return self._record(index)[7]
 
     def encoder(self, index: int, figures: EncoderFigures) -> None:
         record = self._record(index)

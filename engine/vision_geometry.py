@@ -48,8 +48,8 @@ class VisionGeometry(Geometry):
     def check(self, item: MediaItem) -> None:
         """InvalidRequest unless the item has data for each of its positions."""
         shape = item.shape
-        if len(shape) < 3 or len(item.data) != math.prod(shape) or shape[-3] % SIDE or shape[-2] % SIDE or shape[-1] != 3:
-            raise InvalidRequest(f"{len(item.data)} bytes of {item.kind} are not of shape {shape}, of multiples of {SIDE}")
+        if len(shape) < 3 or shape[-3] % SIDE or shape[-2] % SIDE or shape[-1] != 3:
+            raise InvalidRequest(f"{item.kind} of shape {shape}: its sides are no multiples of {SIDE}, or it has no three colours")
         *frames, height, width, _ = shape
         cells = math.prod(frames) * (height // SIDE) * (width // SIDE)
         if max(height, width) > SIDE * self.longest or cells != item.soft_tokens:

@@ -1,25 +1,14 @@
-"""The core's links: rings to and from the ranks, and the front's socket, which also carries media."""
+"""The core's links: rings to and from the ranks, the media memory, and the front's socket."""
 
 import select
 import socket
-from collections import defaultdict
-
-from msgspec.structs import replace
 
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.lifeline import BootArgs
+from engine.media_memory import free_media
 from engine.plan import StepPlan, StepResult, decode_result, encode_plan
-from engine.protocol import (
-    FrameReader,
-    GenerateRequest,
-    MediaEnd,
-    MediaItem,
-    MediaPiece,
-    TokenBatch,
-    encode_message,
-    frame,
-)
-from engine.step_media import write_media
+from engine.protocol import FrameReader, TokenBatch, encode_message, frame
+from engine.rank_status import StatusBlock
 
 MAX_UNSENT_BYTES = 64 << 20  # unread answers, above which the front counts as hung
 
@@ -27,17 +16,16 @@ MAX_UNSENT_BYTES = 64 << 20  # unread answers, above which the front counts as h
 class RingExecutor:
     """Sends plans to all ranks; reads rank 0's results, in the same order."""
 
-    def __init__(self, args: BootArgs) -> None:
+    def __init__(self, args: BootArgs, status: StatusBlock) -> None:
         waiter = Waiter(args.spin)
-        self._plans, self._masks, self._media = (
-            RingWriter(map_shared(ring), args.tp, waiter) for ring in (args.plan, args.masks, args.media)
-        )
+        self._args = args
+        self._status = status
+        self._plans = RingWriter(map_shared(args.plan), args.tp, waiter)
+        self._masks = RingWriter(map_shared(args.masks), args.tp, waiter)
         self._results = RingReader(map_shared(args.result), 1, 0)
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.write(plan.step, encode_plan(plan))
-        if plan.media:
-            write_media(self._media, plan.media)
 
     def submit_masks(self, masks: bytes) -> None:
         """Send the masks of a `masked` plan, before or after it, in plan order."""
@@ -48,6 +36,14 @@ class RingExecutor:
         if record is None:
             return None
         return decode_result(record[1])
+
+    @property
+    def encodes_read(self) -> int:
+        """Plans with encodes since boot of which every rank has read the media."""
+        return min(self._status.encodes_read(rank) for rank in range(self._args.tp))
+
+    def free_media(self, pages: range) -> None:
+        free_media(self._args.media, pages)
 
 
 class FrontLink:
@@ -85,34 +81,3 @@ class FrontLink:
             except BlockingIOError:
                 return
             del self._unsent[:sent]
-
-
-class ReceivedMedia:
-    """Assembles media data, which arrive in pieces before their requests. The choices of a prompt
-    share them."""
-
-    def __init__(self) -> None:
-        self._pieces = list[bytes]()
-        self._data = defaultdict[int, list[bytes]](list)
-        self._items: dict[int, tuple[MediaItem, ...]] = {}
-
-    def add(self, piece: MediaPiece) -> None:
-        self._pieces.append(piece.data)
-        if piece.is_last:
-            self._data[piece.id].append(b"".join(self._pieces))
-            self._pieces.clear()
-
-    def complete(self, request: GenerateRequest) -> GenerateRequest:
-        if not request.sent_media:
-            return request
-        if request.sent_media not in self._items:
-            data = self._data.pop(request.sent_media)
-            self._items[request.sent_media] = tuple(
-                replace(item, data=data) for item, data in zip(request.media, data, strict=True)
-            )
-        return replace(request, media=self._items[request.sent_media])
-
-    def end(self, end: MediaEnd) -> None:
-        """Drop data that no further request needs, if any is left."""
-        self._data.pop(end.id, None)
-        self._items.pop(end.id, None)

@@ -18,7 +18,7 @@ import msgspec
 
 from engine.channel import Waiter
 from engine.config import EngineConfig
-from engine.core.links import FrontLink, ReceivedMedia, RingExecutor
+from engine.core.links import FrontLink, RingExecutor
 from engine.core.masks import Masks
 from engine.core.requests import Requests
 from engine.core.scheduler import Scheduler
@@ -35,7 +35,6 @@ from engine.protocol import (
     GenerateRequest,
     Load,
     MediaEnd,
-    MediaPiece,
     TokenBatch,
     decode_front_message,
 )
@@ -84,7 +83,6 @@ class Core:
         self._stopping = False
         self._report = False
         self._publisher = publisher
-        self._media = ReceivedMedia()
         self._log = StepLog(scheduler.load, time.monotonic())
         self._idle = True  # nothing to do until the front sends something
 
@@ -97,6 +95,7 @@ class Core:
             waits = self._scheduler.in_flight or self._masks.making
             self._idle = not (planned or committed or waits)
             received = self._read()
+            self._free_media()
             if planned or committed or received:
                 self._waiter.reset()
             elif waits:
@@ -123,11 +122,9 @@ class Core:
     def _handle(self, message: FrontMessage) -> None:
         match message:
             case GenerateRequest():
-                self._intake.add(self._media.complete(message))
-            case MediaPiece():
-                self._media.add(message)
+                self._intake.add(message)
             case MediaEnd():
-                self._media.end(message)
+                self._requests.media.end(message)
             case Abort():
                 self._requests.abort(message.id, message.reason)
             case AdapterChange():
@@ -136,6 +133,12 @@ class Core:
                 self._stopping = True
             case Control():
                 self._report = True
+
+    def _free_media(self) -> None:
+        """Frees what one request had: 2 ms for the largest."""
+        media = self._requests.media
+        if media.is_any_unused and (pages := media.next_free(self._executor.encodes_read)) is not None:
+            self._executor.free_media(pages)
 
     def _change_adapter(self, change: AdapterChange) -> None:
         adapters = self._requests.adapters
@@ -246,7 +249,7 @@ def serve(lifeline: Lifeline) -> None:
     args = lifeline.args
     config = lifeline.receive(Configure).config
     logging.basicConfig(stream=sys.stderr, format="core: %(message)s", level=logging.INFO)
-    executor = RingExecutor(args)
+    executor = RingExecutor(args, lifeline.status)
     link = FrontLink(socket.socket(fileno=args.front))
     vocabulary = read_vocabulary(config)  # while the ranks load their weights
     scheduler = make_scheduler(config, lifeline.receive(Allocate).pages, lifeline.receive(RanksReady).step_times)

@@ -1,12 +1,15 @@
-"""Transfers that run concurrently with steps, and the sequences that wait for them. A transfer is
-one plan's encodes.
+"""Transfers that run concurrently with steps, the sequences that wait for them, and the media memory
+that they read. A transfer is one plan's encodes.
 
     begin --> id ... a result reports `ended` --> end(id) --> release: the waiting sequences continue
 
 Ids are consecutive and end in order: one number tells which have ended.
 """
 
+from collections import Counter, deque
+
 from engine.core.sequence import Sequence
+from engine.protocol import MediaEnd
 
 
 class PendingTransfers:
@@ -47,3 +50,41 @@ class PendingTransfers:
     def forget(self, sequence: Sequence) -> None:
         if self._waiting.pop(sequence, None) is not None:
             sequence.waits.discard("transfer")
+
+
+class MediaUses:
+    """Frees media memory once no request has it, and no further one will (MediaEnd), and every rank has
+    read the transfers that were begun until then. Uses are counted by the begin of the memory."""
+
+    def __init__(self, transfers: PendingTransfers) -> None:
+        self._transfers = transfers
+        self._uses = Counter[int]()
+        self._ends: dict[int, int] = {}
+        self._unused = deque[tuple[int, range]]()  # (transfers that were begun before, memory)
+
+    def add(self, begin: int) -> None:
+        self._uses[begin] += 1
+
+    def drop(self, begin: int) -> None:
+        self._uses[begin] -= 1
+        self._settle(begin)
+
+    def end(self, message: MediaEnd) -> None:
+        self._ends[message.begin] = message.end
+        self._settle(message.begin)
+
+    def _settle(self, begin: int) -> None:
+        if self._uses[begin] or begin not in self._ends:
+            return
+        del self._uses[begin]
+        self._unused.append((self._transfers.begun, range(begin, self._ends.pop(begin))))
+
+    @property
+    def is_any_unused(self) -> bool:
+        return bool(self._unused)
+
+    def next_free(self, read: int) -> range | None:
+        """Memory to free now. `read`: transfers that every rank has read."""
+        if self._unused and self._unused[0][0] <= read:
+            return self._unused.popleft()[1]
+        return None

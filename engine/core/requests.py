@@ -8,7 +8,7 @@ from itertools import chain
 
 from engine.adapter_slots import AdapterSlots
 from engine.core.allocator import Allocator
-from engine.core.pending import PendingTransfers
+from engine.core.pending import MediaUses, PendingTransfers
 from engine.core.prefix import root_key
 from engine.core.sequence import DraftState, MediaState, PageState, Sequence
 from engine.errors import InvalidRequest
@@ -22,8 +22,8 @@ from engine.protocol import (
     Counters,
     FinishReason,
     GenerateRequest,
-    MediaItem,
     Output,
+    PlacedItem,
 )
 
 KEPT_MEDIA_BYTES = 512 << 20  # of media whose rows are computed: 256 pictures of the usual size
@@ -48,6 +48,7 @@ class Requests:
         self.allocator = allocator
         self.counters = Counters()
         self.pending = PendingTransfers()
+        self.media = MediaUses(self.pending)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.unfinished: dict[int, Sequence] = {}
@@ -87,6 +88,8 @@ class Requests:
             client=request.client,
         )
         self.unfinished[request.id] = sequence
+        if request.media:
+            self.media.add(request.media[0].place)
         self._enqueue(sequence)
         return sequence
 
@@ -109,7 +112,7 @@ class Requests:
             raise _too_long(f"{needs}; the KV cache holds at most {self._longest} of one request")
         return min(limit, self._longest)
 
-    def _check_media(self, media: tuple[MediaItem, ...], prompt: int) -> None:
+    def _check_media(self, media: tuple[PlacedItem, ...], prompt: int) -> None:
         """InvalidRequest unless the model takes the items, in order, with their spans inside."""
         end = 0
         for item in media:
@@ -128,7 +131,7 @@ class Requests:
                 end = span_end
             end = item.end
 
-    def _spans(self, media: tuple[MediaItem, ...]) -> list[tuple[int, int]]:
+    def _spans(self, media: tuple[PlacedItem, ...]) -> list[tuple[int, int]]:
         bidirectional = any(pool.group.bidirectional for pool in self.allocator.pools)
         if bidirectional:
             return [span for item in media for span in item.spans]
@@ -172,10 +175,16 @@ class Requests:
         sequence.media.note_computed(sequence.committed)
         kept = 0
         for other in chain(self.waiting, reversed(self.running)):
-            kept += other.media.computed_bytes
+            kept += other.media.kept_bytes
             if kept > KEPT_MEDIA_BYTES:
-                kept -= other.media.computed_bytes
-                other.media.drop_computed()
+                kept -= other.media.kept_bytes
+                self._drop_media(other.media)
+
+    def _drop_media(self, media: MediaState) -> None:
+        if media.items and not media.dropped:
+            media.dropped = True
+            media.kept_bytes = 0
+            self.media.drop(media.items[0].place)
 
     # -- outputs and ends
 
@@ -207,6 +216,7 @@ class Requests:
         else:
             self.waiting.remove(sequence)
         del self.unfinished[sequence.id]
+        self._drop_media(sequence.media)
         self.outputs.append(output)
         if output.finish is FinishReason.abort:
             self.counters.aborted += 1

@@ -31,7 +31,7 @@ from engine.lifeline import StepTimes
 from engine.media_geometry import MediaGeometries
 from engine.memory import ENCODER_ROWS, longest_sequence
 from engine.plan import MAX_SCORED, ROW_MASKED, StepPlan, StepResult
-from engine.protocol import DraftSwitches, Load, MediaItem, PoolLoad
+from engine.protocol import DraftSwitches, Load, PlacedItem, PoolLoad
 from engine.step_shapes import buckets
 
 
@@ -44,7 +44,7 @@ class StepBuilder(InFlightStep, kw_only=True):
     decode_rows: int = 0  # of sequences that decode
     prompts: int = 0  # tokens that prompts want
 
-    def encode(self, sequence: Sequence, item: MediaItem) -> bool:
+    def encode(self, sequence: Sequence, item: PlacedItem) -> bool:
         if self.plan.encodes and item.length > self.encoder_rows:
             return False
         self.plan.encodes.append((sequence.slot, item.first, item.length, sequence.media.encoded))

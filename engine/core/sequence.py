@@ -18,7 +18,7 @@ import msgspec
 
 from engine.adapters import NO_ADAPTER
 from engine.core.pages import Hit, PagePool, PageRun
-from engine.protocol import MediaItem, SamplingParams
+from engine.protocol import MediaItem, PlacedItem, SamplingParams
 
 
 class PageState(msgspec.Struct, eq=False):
@@ -55,27 +55,23 @@ class MediaState(msgspec.Struct, eq=False):
     """A prompt's media items. `spans`: positions with bidirectional attention; no chunk or cached
     prefix ends inside one."""
 
-    items: tuple[MediaItem, ...]
+    items: tuple[PlacedItem, ...]
     spans: list[tuple[int, int]]
     encoded: int = 0  # items whose encodes the slot has had planned, or does not need
-    computed: int = 0  # items whose positions were computed in some admission
-    computed_bytes: int = 0  # of their data
-    dropped: int = 0  # items that have no data any more
+    kept_bytes: int = 0  # of data, once all positions were computed in some admission
+    dropped: bool = False  # the data may be gone
+
+    def admit(self) -> None:
+        self.encoded = 0
+        self.kept_bytes = 0
 
     def note_computed(self, committed: int) -> None:
-        while self.computed < len(self.items) and self.items[self.computed].end <= committed:
-            self.computed_bytes += len(self.items[self.computed].data)
-            self.computed += 1
-
-    def drop_computed(self) -> None:
-        computed = (msgspec.structs.replace(item, data=b"") for item in self.items[: self.computed])
-        self.items = (*computed, *self.items[self.computed :])
-        self.dropped = self.computed
-        self.computed_bytes = 0
+        if self.items and not self.dropped and self.items[-1].end <= committed:
+            self.kept_bytes = sum(item.size for item in self.items)
 
     def lacks_data(self, first: int) -> bool:
-        """Whether an item with dropped data has positions from `first` on."""
-        return self.dropped > 0 and self.items[self.dropped - 1].end > first
+        """Whether an item without data has positions from `first` on."""
+        return self.dropped and self.items[-1].end > first
 
     def last_end(self, end: int) -> int:
         """The last position up to `end` at which a chunk may end."""
@@ -179,7 +175,7 @@ class Sequence(msgspec.Struct, eq=False):
         self.slot = slot
         self.number = number
         self.target = len(self.tokens)
-        self.media.encoded = 0
+        self.media.admit()
         self.drafts.drop()
         self.pages.admit(pools)
 

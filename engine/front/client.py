@@ -8,6 +8,8 @@ import asyncio
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from time import monotonic, monotonic_ns
 from typing import cast
 
@@ -26,23 +28,25 @@ from engine.events import (
     Sink,
     Tokens,
 )
-from engine.front.media_queue import MediaQueue
 from engine.front.stream import Clock, Stream
+from engine.media_memory import MediaWriter
 from engine.protocol import (
-    MAX_MESSAGE_BYTES,
+    MAX_MEDIA_BYTES,
     OVERLOADED,
     Abort,
     AbortReason,
     AdapterChange,
     AdapterOrders,
     Control,
+    DecodedItem,
     FinishReason,
     FrameReader,
     FrontMessage,
     GenerateRequest,
     Load,
-    MediaItem,
+    MediaEnd,
     Output,
+    PlacedItem,
     SamplingParams,
     decode_token_batch,
     encode_message,
@@ -54,19 +58,29 @@ MAX_PILED_TOKENS = 4096
 EOF_GRACE_S = 0.25  # after the socket's end, wait for the watcher: it may know which process died
 
 
-class EngineClient(asyncio.Protocol):
-    """Speaks to the core over `sock`, which it detaches. `sink` gets all events, `on_orders` the
-    core's adapter orders."""
+@dataclass
+class _Placement:
+    """Media whose data are being written, and the messages of requests that have them."""
 
-    def __init__(self, sock: socket.socket, *, sink: Sink) -> None:
+    media: tuple[DecodedItem, ...]
+    placed: tuple[PlacedItem, ...]
+    end: MediaEnd
+    messages: list[bytes] = field(default_factory=list)
+
+
+class EngineClient(asyncio.Protocol):
+    """Speaks to the core over `sock`, which it detaches; writes data of media to the media memory, a
+    descriptor. `sink` gets all events, `on_orders` the core's adapter orders."""
+
+    def __init__(self, sock: socket.socket, media: int, *, sink: Sink) -> None:
         self.load: Load | None = None
         self.on_orders: Callable[[AdapterOrders], None] = _unexpected
         self.dead: str | None = None
         self._sink = sink
         self._frames = FrameReader()
-        self._media = MediaQueue()
-        self._is_paused = False
-        self._is_pumping = False
+        self._media = MediaWriter(media)
+        self._writer = ThreadPoolExecutor(1, "media memory")
+        self._placements: dict[int, _Placement] = {}  # by requests that wait for their media
         self._requests: dict[int, Stream] = {}
         self._stepped = 0.0  # when the core last reported a step, or work where it had none
         self._last_id = 0
@@ -90,10 +104,10 @@ class EngineClient(asyncio.Protocol):
         priority: int = 0,
         adapter: int = NO_ADAPTER,
         client: str = "",
-        media: tuple[MediaItem, ...] = (),
+        media: tuple[DecodedItem, ...] = (),
     ) -> Stream:
         """Submit a request; arguments as in GenerateRequest. Successive requests share a tuple of
-        media, sent once. InvalidRequest if too large to send."""
+        media, written once. InvalidRequest if too large."""
         self._last_id += 1
         stream = Stream(self._last_id, self.abort, Clock(monotonic()), adapter)
         request = GenerateRequest(
@@ -128,8 +142,11 @@ class EngineClient(asyncio.Protocol):
             return
         stream.aborted = reason
         stream.clock.aborted = monotonic()
-        if not self._media.abort(request, Abort(request, reason)):
-            self._send(Abort(request, reason))
+        abort = Abort(request, reason)
+        if request in self._placements:  # after its request
+            self._placements[request].messages.append(frame(encode_message(abort)))
+        else:
+            self._send(abort)
 
     def health(self) -> None:
         if self.dead is not None:
@@ -168,7 +185,7 @@ class EngineClient(asyncio.Protocol):
         if self.dead is not None:
             return
         self.dead = reason
-        self._media.clear()
+        self._placements.clear()
         self._sink(EngineFailed())
         for request in list(self._requests):
             self._end(request, "dead", EngineDead(reason))
@@ -179,6 +196,8 @@ class EngineClient(asyncio.Protocol):
             self._transport.close()
         else:
             self._sock.close()
+        self._writer.shutdown(cancel_futures=True)
+        self._media.close()
         await asyncio.sleep(0)  # the transport closes its socket on the loop's next turn
 
     # -- from the core
@@ -285,37 +304,54 @@ class EngineClient(asyncio.Protocol):
 
     def _send(self, message: FrontMessage) -> None:
         """ValueError: the message is too large."""
+        self._write(frame(encode_message(message)))
+
+    def _write(self, messages: bytes) -> None:
         assert self._transport is not None, "EngineClient.start has not run"
         if not self._transport.is_closing():
-            self._transport.write(frame(encode_message(message)))
+            self._transport.write(messages)
 
-    def _send_with_media(self, request: GenerateRequest, media: tuple[MediaItem, ...]) -> None:
-        size = sum(len(item.data) for item in media)
-        if size > MAX_MESSAGE_BYTES:
-            raise ValueError(f"media of {size} bytes exceed {MAX_MESSAGE_BYTES}")
-        without_data = tuple(msgspec.structs.replace(item, data=b"") for item in media)
-        request = msgspec.structs.replace(request, media=without_data, sent_media=self._media.add(media))
-        self._media.follow(request.id, frame(encode_message(request)))
-        if not self._is_pumping:
-            self._is_pumping = True
-            asyncio.get_running_loop().call_soon(self._pump)
+    def _send_with_media(self, request: GenerateRequest, media: tuple[DecodedItem, ...]) -> None:
+        """Send it once the data are written."""
+        last = next(reversed(self._placements.values()), None)
+        if last is None or last.media is not media:
+            last = self._place(media)
+        request = msgspec.structs.replace(request, media=last.placed)
+        last.messages.append(frame(encode_message(request)))
+        self._placements[request.id] = last
 
-    def _pump(self) -> None:
-        """Each turn of the loop writes enough media to keep the socket busy."""
-        assert self._transport is not None
-        message = None if self._is_paused or self._transport.is_closing() else self._media.next()
-        self._is_pumping = message is not None
-        if message is not None:
-            self._transport.write(message)
-            asyncio.get_running_loop().call_soon(self._pump)
+    def _place(self, media: tuple[DecodedItem, ...]) -> _Placement:
+        """Begin to write data, in a thread."""
+        for item in media:
+            if len(item.data) != item.size:
+                raise InvalidRequest(f"{len(item.data)} bytes of {item.kind} are not of shape {item.shape}")
+        size = sum(item.size for item in media)
+        if size > MAX_MEDIA_BYTES:
+            raise InvalidRequest(f"media of {size} bytes exceed {MAX_MEDIA_BYTES}")
+        pages = self._media.reserve(size)
+        placement = _Placement(media, _placed(media, pages.start), MediaEnd(pages.start, pages.stop))
+        writing = self._writer.submit(self._media.write, pages.start, [item.data for item in media])
+        asyncio.wrap_future(writing).add_done_callback(lambda written: self._written(placement, written))
+        return placement
 
-    def pause_writing(self) -> None:
-        self._is_paused = True
+    def _written(self, placement: _Placement, written: asyncio.Future[None]) -> None:
+        if self.dead is not None:
+            return
+        for request in [request for request, waited in self._placements.items() if waited is placement]:
+            del self._placements[request]
+            if written.exception() is not None:
+                self._end(request, "error", GenerationFailed(f"its media could not be stored: {written.exception()}"))
+        if written.exception() is not None:
+            placement.messages.clear()
+        self._write(b"".join([*placement.messages, frame(encode_message(placement.end))]))
 
-    def resume_writing(self) -> None:
-        self._is_paused = False
-        if not self._is_pumping:
-            self._pump()
+
+def _placed(media: Sequence[DecodedItem], place: int) -> tuple[PlacedItem, ...]:
+    placed = []
+    for item in media:
+        placed.append(PlacedItem(item.first, item.length, item.digest, item.spans, item.kind, item.shape, place))
+        place += item.size
+    return tuple(placed)
 
 
 def _error_of(output: Output, said: str) -> QuartetError:

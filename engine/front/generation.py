@@ -20,7 +20,7 @@ from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStar
 from engine.front.reply import Markers, ReplyParser
 from engine.front.text import Detokenizer, StopStrings, TextProcessor
 from engine.front.tools import NO_TOOLS, Tools
-from engine.protocol import AbortReason, FinishReason, Logprobs, MediaItem, Output, PromptLogprobs, SamplingParams
+from engine.protocol import AbortReason, DecodedItem, FinishReason, Logprobs, Output, PromptLogprobs, SamplingParams
 
 TOOL_CALLS = "tool_calls"  # OpenAI's finish reason when the model waits for the results of its calls
 _MOST_LOGPROBS = 4096  # of tokens and alternatives in one delta: a few milliseconds of the event loop
@@ -53,7 +53,7 @@ class Job:
     one_call: bool = False
     echoes: tuple[str, ...] = ()
     echo_only: bool = False
-    media: tuple[MediaItem, ...] = ()
+    media: tuple[DecodedItem, ...] = ()
 
     def prompt(self, choice: int) -> "array[int]":
         return self.prompts[choice // self.choices_each]

@@ -11,6 +11,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.geometry import Geometry, vocab_share
+from engine.media_memory import MediaReader
 from engine.memory import inbox_rows, kv_budget
 from engine.protocol import MediaKind
 from engine.rank.adapter_stacks import has_adapters
@@ -45,7 +46,7 @@ from kernels.table_check import COPIED_ENTRY
 @dataclass(frozen=True)
 class Rank:
     """A rank with loaded weights. failed_checks: parts of attention; fallbacks: sentences; adapters: set if some may be loaded
-    while it serves."""
+    while it serves; media: descriptor of the media memory."""
 
     config: EngineConfig
     geometry: Geometry
@@ -59,6 +60,7 @@ class Rank:
     encoders: Mapping[MediaKind, MediaEncoder]
     adapters: AdapterStore | None = None
     kv_scales: Mapping[int, torch.Tensor] = field(default_factory=dict)  # by layer
+    media: int = -1
 
     @property
     def weight_bytes(self) -> int:
@@ -156,7 +158,7 @@ def build_runner(rank: Rank, cache: KVCache, shapes: StepShapes) -> Runner:
     draft = None
     if rank.drafter is not None:
         draft = DraftStage(rank.drafter, config.widest - 1, attention(rank.drafter.geometry, 1), inputs, sample)
-    encode = EncodeStage(rank.encoders, rank.device, rank.parallel, config.encoder_host_bytes)
+    encode = EncodeStage(rank.encoders, rank.device, rank.parallel, config.encoder_host_bytes, MediaReader(rank.media))
     results = config.widest * (shapes.sequences[-1] + shapes.prefill)
     report = ReportStage(results, rank.device, pages, encode, debug_hash=config.debug_hash)
     capturable = rank.device.type == "cuda" and config.graphs

@@ -33,7 +33,6 @@ from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS, SampleSt
 from engine.rank.step import StepBuffers, chunks_of
 from engine.rank.step_clock import record_event
 from engine.step_masks import decode_masks
-from engine.step_media import MediaReader
 from engine.step_shapes import StepShapes, StepSizes
 
 
@@ -163,22 +162,21 @@ class Runner:
                 asked = replace(asked, adjusted=adjusted)
                 self.sample_stage.sample(self.inputs.plan, ends, hidden[-1:].repeat(rows, 1), asked)
 
-    def launch(self, data: bytes, masks: bytes = b"", media: MediaReader | None = None) -> Launched:
+    def launch(self, data: bytes, masks: bytes = b"") -> Launched:
         """Start a step and its encodes. At most two may be launched and not finished."""
-        return self.sample(self.forward(data, media), masks)
+        return self.sample(self.forward(data), masks)
 
     @torch.inference_mode()
-    def forward(self, data: bytes, media: MediaReader | None = None) -> Forwarded:
+    def forward(self, data: bytes) -> Forwarded:
         """`sample` must follow before the next forward."""
         plan = read_plan(data)
         if self.forward_stage.pages is not None:
             self.forward_stage.pages.expect(plan)
-        step = Forwarded(plan, data, record_event(self.slots.device), media, self.inputs.plan[:0])
+        step = Forwarded(plan, data, record_event(self.slots.device), reaches_encodes(plan), self.inputs.plan[:0])
         self.slots.admit(plan.admissions)
         self.encode_stage.admit(plan.admissions)
-        assert media or not len(plan.encodes), "a plan encodes media, and there are none"
-        if reaches_encodes(plan):
-            self._encode(step)
+        if step.encodes_begun:
+            self.encode_stage.encode(plan)
         for group, page in plan.zeros.tolist():
             self.slots.cache.groups[group].pool[:, page] = 0
         self.inputs.upload(plan)
@@ -191,8 +189,6 @@ class Runner:
             self._forward_unpadded(step, self.shapes.unpadded(has))
         else:
             self.inputs.apply()
-        if plan.masked:  # the core may make no masks before its media are read: the ring may be full
-            self._encode(step)
         return step
 
     def _is_adapted(self, plan: PlanView) -> bool:
@@ -240,7 +236,8 @@ class Runner:
             if plan.drafts and self.draft_stage is not None:
                 sampled = self._drafted(step, step.batch, sampled, self.draft_stage)
         launched = self.report_stage.start(step, rows, sampled, masks)
-        self._encode(step)
+        if len(plan.encodes) and not step.encodes_begun:
+            self.encode_stage.encode(plan)
         return launched
 
     def _drafted(self, step: Forwarded, batch: ForwardBatch, sampled: StepTokens, stage: DraftStage) -> StepTokens:
@@ -266,8 +263,3 @@ class Runner:
             if len(out) == DEPTH:
                 results.append(out.popleft().finish())
         return results + [launched.finish() for launched in out]
-
-    def _encode(self, step: Forwarded) -> None:
-        if step.media and len(step.plan.encodes):
-            self.encode_stage.encode(step.plan.encodes[:, 0].tolist(), step.media)
-        step.media = None

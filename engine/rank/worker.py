@@ -11,6 +11,7 @@ import gc
 import socket
 import time
 from collections import deque
+from dataclasses import replace
 
 import torch
 
@@ -28,7 +29,6 @@ from engine.rank.stages.forward_stage import Forwarded
 from engine.rank.stages.report_stage import Launched
 from engine.rank.start_checks import residual_rms
 from engine.rank.step_times import measure
-from engine.step_media import MediaReader
 from kernels import launch
 from kernels.allreduce import MappedCollectives
 from kernels.precompile import set_cache_keys
@@ -43,7 +43,8 @@ def load(config: EngineConfig, args: BootArgs) -> Rank:
         device = torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # of steps, before encoders' kernels
-    return load_rank(config, connect(args.index, args.tp, device, args.reduce, args.store, config.boot_timeout_s), device)
+    parallel = connect(args.index, args.tp, device, args.reduce, args.store, config.boot_timeout_s)
+    return replace(load_rank(config, parallel, device), media=args.media)
 
 
 def boot(lifeline: Lifeline) -> Runner:
@@ -109,12 +110,10 @@ class Worker:
         self._runner = runner
         self._lifeline = lifeline
         self._index = args.index
-        self._plans, self._masks, media = (
-            RingReader(map_shared(ring), args.tp, args.index) for ring in (args.plan, args.masks, args.media)
-        )
+        self._plans = RingReader(map_shared(args.plan), args.tp, args.index)
+        self._masks = RingReader(map_shared(args.masks), args.tp, args.index)
         self._results = RingWriter(map_shared(args.result), 1) if args.index == 0 else None
         self._waiter = Waiter(args.spin, idle_s=IDLE_S)
-        self._media = MediaReader(media, self._waiter)
         self._launched: deque[Launched] = deque()
         self._forwarded: Forwarded | None = None  # a step that waits for its masks
         self._last_step = 0  # launched, or at least its forward
@@ -135,7 +134,8 @@ class Worker:
                 progressed = False
             if self._runner.encode_stage.advance() or progressed:
                 self._waiter.reset()
-            elif (len(self._launched) == DEPTH or (self._launched and not running)) and not self._media.left:
+                self._lifeline.status.read_encodes(self._index, self._runner.encode_stage.read)
+            elif len(self._launched) == DEPTH or (self._launched and not running):
                 self._finish()
             elif not finished:
                 self._waiter.wait()
@@ -148,9 +148,9 @@ class Worker:
         self._last_step = step
         self._progress(step - 1 - len(self._launched))  # before: on the CPU the launch is the step, and a hang shows as no progress
         if masked:
-            self._forwarded = self._runner.forward(data, self._media)
+            self._forwarded = self._runner.forward(data)
         else:
-            self._launched.append(self._runner.launch(data, media=self._media))
+            self._launched.append(self._runner.launch(data))
         return True
 
     def _sample(self) -> bool:

@@ -215,7 +215,7 @@ async def device_times(group: Group, found: list[tuple[int, int]]) -> None:
 
 async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[Row]:
     """(case, metric, value, unit) of every batch, behind one request that warms up."""
-    client = EngineClient(group.front_socket, sink=no_sink)
+    client = EngineClient(group.front_socket, group.media, sink=no_sink)
     await client.start()
     rng = random.Random(args.seed)
     rows: list[Row] = []

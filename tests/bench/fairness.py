@@ -123,7 +123,7 @@ def with_group(config: EngineConfig, body: Callable[[Load], Awaitable[T]]) -> T:
     """What `body` finds at a client of a group that lives so long."""
 
     async def run(group: Group) -> T:
-        client = EngineClient(group.front_socket, sink=no_sink)
+        client = EngineClient(group.front_socket, group.media, sink=no_sink)
         await client.start()
         load = Load(client, read_geometry(Path(config.model)).vocab, random.Random(5))
         await load.ask(load.prompt(300), 8)

@@ -100,7 +100,7 @@ async def measure(group: Group, folder: Path, args: argparse.Namespace) -> list[
     """Free and masked batches in turn."""
     markers = Markers.of(TextProcessor.load(folder))
     grammars = random_grammars(markers, args.masked)
-    client = EngineClient(group.front_socket, sink=no_sink)
+    client = EngineClient(group.front_socket, group.media, sink=no_sink)
     await client.start()
     rng = random.Random(args.seed)
     prompts = [[rng.randrange(300, 1000) for _ in range(args.prompt)] for _ in range(args.batch)]

@@ -23,7 +23,7 @@ from engine.memory import (
     sampling_bytes,
 )
 from engine.plan import DEPTH
-from engine.protocol import FinishReason, MediaItem, Output
+from engine.protocol import FinishReason, Output, PlacedItem
 from engine.step_shapes import buckets, sequence_rows
 from engine.vision_geometry import LARGEST_PICTURE
 from tests.support.engine.kvmachine import KVMachine
@@ -146,7 +146,7 @@ def test_the_largest_picture_is_taken(slots: int, budget: int, page: int, monkey
     without regard to pictures refuse it."""
     groups = (replace(SLIDING, bidirectional=True, page=page), replace(FULL, page=page))
     config = sized(slots, 2048, budget, cache=False)
-    picture = MediaItem(100, LARGEST_PICTURE, bytes(32), ((100, 100 + LARGEST_PICTURE),), "image", (), b"pixels")
+    picture = PlacedItem(100, LARGEST_PICTURE, bytes(32), ((100, 100 + LARGEST_PICTURE),), "image", (), 0)
 
     def output() -> Output:
         pages = pool_pages(config, groups, 1 << 30)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from engine.step_media import MediaReader, write_media
 
 from engine import channel, step_media
 from engine.channel import ChannelBroken, RingReader, RingWriter, Waiter, checksum, create_shared, map_shared, ring_bytes
 from engine.protocol import MediaItem
-from engine.step_media import MediaReader, write_media
 
 pytestmark = pytest.mark.pure
 

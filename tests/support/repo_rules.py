@@ -19,7 +19,7 @@ PACKAGES = ("kernels", "engine", "cluster", "deploy", "dashboards")
 _LEAF_NAMES = ("adapters", "adapter_commands", "adapter_slots",
                "architectures", "config", "checkpoint", "kv_events", "weight_formats", "geometry",
                "vision_geometry", "audio_geometry", "media_geometry", "memory", "logit_adjustments", "protocol", "plan",
-               "rank_status", "channel", "lifeline", "matcher", "pieces", "step_masks", "step_media", "step_shapes",
+               "rank_status", "channel", "lifeline", "matcher", "pieces", "step_masks", "media_memory", "step_shapes",
                "quantisation", "events", "errors", "attention")  # fmt: skip
 LEAVES = frozenset(f"engine.{name}" for name in _LEAF_NAMES)
 CONTROL = frozenset(

@@ -19,13 +19,12 @@ from deploy.edge.service_settings import ServiceSettings
 from engine.errors import InvalidRequest
 from engine.front.text import TextProcessor
 from engine.front.turns import Turns
-from engine.protocol import MAX_MESSAGE_BYTES, MediaItem, MediaKind
+from engine.protocol import MAX_MEDIA_BYTES, DecodedItem, MediaKind
 
-MEDIA_BYTES = MAX_MESSAGE_BYTES - (8 << 20)  # of a request; the rest of its message is for the prompt
 DECODERS = max(2, min(8, (os.cpu_count() or 1) // 2))  # media that are decoded at once: half of the cores, and one place for others
 FETCHERS = 16  # that wait for other servers, most of the time
 _HEAD = 1024  # characters of a data: URL before its data
-READ_AT_ONCE = 16  # requests whose media are on their way; each may have a message's worth of bytes
+READ_AT_ONCE = 16  # requests whose media are on their way; each may have MAX_MEDIA_BYTES
 _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "audio"}
 
 T = TypeVar("T")
@@ -64,8 +63,8 @@ class MediaPreparer:
             finally:
                 for task in tasks:
                     task.cancel()
-        if (size := sum(len(medium.data) for medium in prepared)) > MEDIA_BYTES:
-            why = f"the media have {size} bytes when decoded and resized, more than {MEDIA_BYTES}; a lower detail has fewer"
+        if (size := sum(len(medium.data) for medium in prepared)) > MAX_MEDIA_BYTES:
+            why = f"the media have {size} bytes when decoded and resized, more than {MAX_MEDIA_BYTES}; a lower detail has fewer"
             raise invalid(key, why)
         return prepared
 
@@ -115,7 +114,7 @@ class _MediaRequest:
     left_s: float = REQUEST_CPU_S
 
 
-def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProcessor) -> tuple[MediaItem, ...]:
+def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProcessor) -> tuple[DecodedItem, ...]:
     """By position: messages hold no soft tokens, so every run is a medium's."""
     runs = _runs(tokens, {text.control_id(f"<|{kind}|>") for kind in _PLURALS})
     items = tuple(item for medium in media for item in _items(medium, list(islice(runs, medium.runs))))
@@ -123,18 +122,18 @@ def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProc
     return items
 
 
-def _items(medium: Prepared, runs: list[tuple[int, int]]) -> Iterator[MediaItem]:
+def _items(medium: Prepared, runs: list[tuple[int, int]]) -> Iterator[DecodedItem]:
     if not medium.clips:
         first = runs[0][0]
         end = runs[-1][1]
-        yield MediaItem(first, end - first, medium.digest, tuple(runs), medium.kind, medium.shape, medium.data)
+        yield DecodedItem(first, end - first, medium.digest, tuple(runs), medium.kind, medium.shape, medium.data)
     data = memoryview(medium.data)
     row_bytes = len(medium.data) // medium.shape[0]
     for (first, end), rows in zip(runs, medium.clips, strict=False):
         clip = bytes(data[: rows * row_bytes])
         data = data[rows * row_bytes :]
         shape = (rows, *medium.shape[1:])
-        yield MediaItem(first, end - first, digest_of(medium.kind, shape, clip), (), medium.kind, shape, clip)
+        yield DecodedItem(first, end - first, digest_of(medium.kind, shape, clip), (), medium.kind, shape, clip)
 
 
 def _runs(tokens: Sequence[int], soft: set[int | None]) -> Iterator[tuple[int, int]]:

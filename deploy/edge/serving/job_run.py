@@ -89,7 +89,7 @@ class JobRun:
         assert ticket is not None, "a ticket is taken before the job is made"
         choices = len(job.params)
         tokens = job.choices_each * job.prompt_tokens
-        media = choices * sum(len(item.data) for item in job.media)
+        media = choices * sum(item.size for item in job.media)
         await self.service.admission.make_room(ticket.client, choices, tokens, media)
         ticket.settle(choices, tokens, media)
         self.job = replace(job, priority=(job.priority << TURN_BITS) + ticket.turn)

@@ -48,7 +48,7 @@ class MediaEncoder(Shard, ABC):
 
     @abstractmethod
     def inputs(self, data: Tensor) -> list[Tensor]:
-        """`MediaItem` data -> inputs that are encoded separately: a picture, or each frame of a
+        """A medium's data -> consecutive views, encoded separately: a picture, or each frame of a
         video."""
 
     @abstractmethod

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.media_memory import MediaReader
 from engine.memory import ENCODER_CACHE_BYTES, ENCODER_ROWS
 from engine.plan import Admission, PlanView
-from engine.protocol import MediaItem, MediaKind
+from engine.protocol import MediaItem, MediaKind, PlacedItem
 from engine.rank.batch import Chunk, SoftTokens
 from engine.rank.models.architecture import MediaEncoder
 from engine.rank.output_cache import EncodedRows, Key, OutputCache
@@ -25,7 +26,6 @@ from engine.rank.parallel import Parallel
 from engine.rank.step_clock import DeviceEvent, Stopwatch, record_event
 from engine.rank.upload import uploaded
 from engine.rank_status import EncoderFigures
-from engine.step_media import MediaReader
 
 _COUNTED_AS: dict[MediaKind, str] = {"image": "images", "video": "frames", "audio": "clips"}
 
@@ -51,7 +51,10 @@ class EncodeShare:
 class EncodeStage:
     """host: bytes of outputs cached on the host."""
 
-    def __init__(self, encoders: Mapping[MediaKind, MediaEncoder], device: torch.device, parallel: Parallel, host: int) -> None:
+    def __init__(
+        self, encoders: Mapping[MediaKind, MediaEncoder], device: torch.device, parallel: Parallel, host: int, media: MediaReader
+    ) -> None:
+        self._media = media
         self._encoders = encoders
         self._device = device
         self._parallel = parallel
@@ -66,7 +69,6 @@ class EncodeStage:
         self._items: list[EncodedItem] = []  # without rows yet
         self._outputs: dict[Key, EncodedRows] = {}
         self._shares: list[EncodeShare] = []
-        self._media: MediaReader | None = None
         self._pieces: Iterator[None] | None = None  # not launched yet
         self._end: DeviceEvent | None = None  # of the last piece that was launched
 
@@ -94,30 +96,26 @@ class EncodeStage:
         running = self._pieces is not None or (self._end is not None and not self._end.query())
         return self._plans - running
 
+    @property
+    def read(self) -> int:
+        """Plans with encodes whose media are read."""
+        return self._plans - bool(self._media.left)
+
     def admit(self, admissions: Sequence[Admission]) -> None:
         for admission in admissions:
             self._slot_items.pop(admission.slot, None)
 
-    def encode(self, slots: Sequence[int], media: MediaReader) -> None:
-        """Begin the encodes of a plan, whose items are next in `media`. slots: of each item."""
+    def encode(self, plan: PlanView) -> None:
+        """Begin the encodes of a plan."""
         self._gather()
-        self._media = media
-        items = media.items()
+        items = plan.media
         asked = {_key(item): item for item in items}
-        data = {}
-        for key, item in asked.items():
-            if item.kind == "audio":
-                dtype = torch.float32
-            else:
-                dtype = torch.uint8
-            data[key] = torch.empty(item.shape, dtype=dtype, pin_memory=self._stream is not None)
-        media.read_into(data[_key(item)].flatten().view(torch.uint8).numpy().data for item in items)
         self._outputs = {key: output for key in asked if (output := self._cache.take(key)) is not None}
         new = [item for key, item in asked.items() if key not in self._outputs]
         of_kinds = ((encoder, [item for item in new if item.kind == kind]) for kind, encoder in self._encoders.items())
-        self._shares = [self._share_out(encoder, items, data) for encoder, items in of_kinds if items]
+        self._shares = [self._share_out(encoder, items) for encoder, items in of_kinds if items]
         self._items = [EncodedItem(item, np.concatenate([np.arange(*run) for run in item.runs])) for item in items]
-        for slot, encoded in zip(slots, self._items, strict=True):
+        for slot, encoded in zip(plan.encodes[:, 0].tolist(), self._items, strict=True):
             self._slot_items[slot].append(encoded)
         self._pieces = self._launches()
         self._end = None
@@ -129,10 +127,10 @@ class EncodeStage:
 
     @torch.inference_mode()
     def advance(self) -> bool:
-        """Read a record of data or, after the last, launch the next piece if the device has ended
+        """Read a piece of data or, after the last, launch the next piece if the device has ended
         the previous one."""
-        if self._media and self._media.left:
-            return self._media.advance()
+        if self._media.advance():
+            return True
         if self._pieces is None or (self._end is not None and not self._end.query()):
             return False
         self._launch(self._pieces)
@@ -150,9 +148,8 @@ class EncodeStage:
                 share.parts.append((yield from share.encoder.pieces([uploaded(one, self._device) for one in batch])))
 
     def _gather(self) -> None:
-        """Launch what is left, gather rows on the steps' stream, cache them. Waits for unread data, not for the device."""
-        if self._media:
-            self._media.finish()
+        """Launch what is left, gather rows on the steps' stream, cache them. Reads unread data, does not wait for the device."""
+        self._media.finish()
         while self._pieces is not None:
             self._launch(self._pieces)
         if self._end is not None and self._device.type == "cuda":
@@ -186,15 +183,28 @@ class EncodeStage:
             return None
         return SoftTokens(uploaded(torch.from_numpy(np.concatenate(places)), self._device), torch.cat(rows))
 
-    def _share_out(self, encoder: MediaEncoder, items: Sequence[MediaItem], data: Mapping[Key, Tensor]) -> EncodeShare:
-        inputs = [one for item in items for one in encoder.inputs(data[_key(item)])]
+    def _share_out(self, encoder: MediaEncoder, items: Sequence[PlacedItem]) -> EncodeShare:
+        inputs: list[Tensor] = []
+        places: list[int] = []
+        for item in items:
+            split = encoder.inputs(self._memory(item))
+            inputs += split
+            places += accumulate((one.nbytes for one in split[:-1]), initial=item.place)
         rows = [encoder.rows(one) for one in inputs]
         ranks = min(self._parallel.size, len(inputs))
         owners = [(2 * end - count) * ranks // (2 * sum(rows)) for end, count in zip(accumulate(rows), rows, strict=True)]
         own = self._parallel.rank if ranks > 1 else 0
-        own_inputs = [one for one, owner in zip(inputs, owners, strict=True) if owner == own]
+        own_inputs = []
+        for one, place, owner in zip(inputs, places, owners, strict=True):
+            if owner == own:
+                own_inputs.append(one)
+                self._media.read_into(one.view(-1).view(torch.uint8).numpy().data, place)
         counts = np.bincount(owners, rows, self._parallel.size if ranks > 1 else 1).astype(int).tolist()
         return EncodeShare(encoder, items, own_inputs, counts)
+
+    def _memory(self, item: PlacedItem) -> Tensor:
+        dtype = torch.float32 if item.kind == "audio" else torch.uint8
+        return torch.empty(item.shape, dtype=dtype, pin_memory=self._stream is not None)
 
     def _gathered_rows(self, share: EncodeShare) -> Tensor:
         encoder = share.encoder

@@ -16,7 +16,6 @@ from engine.rank.products import Peers
 from engine.rank.prompt_logprobs import ScoredRows
 from engine.rank.step import StepBuffers
 from engine.rank.step_clock import DeviceEvent
-from engine.step_media import MediaReader
 from engine.step_shapes import StepSizes
 
 
@@ -25,7 +24,7 @@ class Forwarded:
     plan: PlanView
     data: bytes
     start: DeviceEvent
-    media: MediaReader | None  # items whose encode is still to begin, or None
+    encodes_begun: bool
     hidden: Tensor  # final hidden rows [rows, hidden] of the rows that sample, padded as the forward
     batch: ForwardBatch | None = None  # slots and positions of those rows, or None
     captured: StepSizes | None = None  # the sizes of its graph, or None

@@ -10,15 +10,14 @@ import pytest
 
 from engine.core import prefix
 from engine.core.allocator import Allocator, first_page
-from engine.core.links import ReceivedMedia
-from engine.core.pending import PendingTransfers
+from engine.core.pending import MediaUses, PendingTransfers
 from engine.core.prefix import extend_keys, root_key
 from engine.core.requests import KEPT_MEDIA_BYTES, MEDIA_LOST, Requests
 from engine.core.sequence import MediaState, Sequence
 from engine.core.step_budget import StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.protocol import AbortReason, FinishReason, MediaEnd, MediaItem, MediaPiece, Output
+from engine.protocol import AbortReason, FinishReason, MediaEnd, Output, PlacedItem
 from tests.support.engine.scheduling import SchedulerConfig, one_token_each, request_of, scheduler_of
 from tests.support.engine.world_checks import check_ends
 from tests.support.engine.world_runs import simulate
@@ -31,8 +30,10 @@ SLIDING = KVGroup(0, "sliding", (0,), 1, 256, 9, PAGE, bidirectional=True)
 GROUPS = (SLIDING, KVGroup(1, "full", (1,), 1, 512, None, PAGE))
 
 
-def picture(first: int, length: int, name: int) -> MediaItem:
-    return MediaItem(first, length, bytes([name]) * 32, ((first, first + length),), "image", (), bytes(max(0, length)))
+def picture(first: int, length: int, name: int, number: int = 0) -> PlacedItem:
+    """Of request `number`; a byte a position."""
+    place = (number << 20) + first
+    return PlacedItem(first, length, bytes([name]) * 32, ((first, first + length),), "image", (max(0, length),), place)
 
 
 class Asked(NamedTuple):
@@ -40,7 +41,7 @@ class Asked(NamedTuple):
 
     salt: str
     tokens: list[int]
-    media: list[MediaItem]
+    media: list[PlacedItem]
 
     def keys(self) -> list[bytes]:
         """A page at a time, as they are asked for."""
@@ -85,7 +86,7 @@ def test_page_keys_are_equal_where_contents_are(monkeypatch: pytest.MonkeyPatch)
     assert wrong_keys(range(2000)) == 0
     described = prefix._media_by_page
 
-    def without_spans(media: list[MediaItem], page: int) -> dict[int, bytes]:
+    def without_spans(media: list[PlacedItem], page: int) -> dict[int, bytes]:
         return described([msgspec.structs.replace(item, spans=()) for item in media], page)
 
     monkeypatch.setattr(prefix, "_media_by_page", without_spans)
@@ -94,7 +95,7 @@ def test_page_keys_are_equal_where_contents_are(monkeypatch: pytest.MonkeyPatch)
     assert wrong_keys(range(2000)) > 50
 
 
-def answer(item: MediaItem, length: int = 10, pages: tuple[int, int] = (60, 60)) -> Output:
+def answer(item: PlacedItem, length: int = 10, pages: tuple[int, int] = (60, 60)) -> Output:
     """Of a request with this item, the last that it is told."""
     scheduler = scheduler_of(SchedulerConfig(GROUPS, pages, 4, 100, 16))
     scheduler.requests.add(request_of(1, [5] * length, media=(item,)))
@@ -113,7 +114,7 @@ def answer(item: MediaItem, length: int = 10, pages: tuple[int, int] = (60, 60))
         (msgspec.structs.replace(picture(3, 2, 1), spans=((4, 6),)), "span"),
     ],
 )
-def test_media_that_do_not_fit_their_prompt_are_refused(item: MediaItem, complaint: str) -> None:
+def test_media_that_do_not_fit_their_prompt_are_refused(item: PlacedItem, complaint: str) -> None:
     """Each is an error of its request that says what is wrong."""
     output = answer(item)
     assert (output.finish, output.invalid) == (FinishReason.error, True)
@@ -121,7 +122,7 @@ def test_media_that_do_not_fit_their_prompt_are_refused(item: MediaItem, complai
 
 
 def chunks_of(
-    media: list[MediaItem], length: int, budget: int, groups: tuple[KVGroup, ...] = GROUPS
+    media: list[PlacedItem], length: int, budget: int, groups: tuple[KVGroup, ...] = GROUPS
 ) -> list[tuple[tuple[int, int], int]]:
     """(chunk, positions encoded in its step) of a prompt that is alone."""
     scheduler = scheduler_of(SchedulerConfig(groups, (60, 60), 4, 100, budget, encoder_rows=8))
@@ -199,7 +200,7 @@ def crowded_world(seed: int) -> World:
         media = []
         first = rng.choice((0, 5))
         while first < length:
-            media.append(picture(first, min(length - first, rng.randint(1, 16)), 1))
+            media.append(picture(first, min(length - first, rng.randint(1, 16)), 1, number))
             first = media[-1].end + rng.randint(0, 4)
         asked = request_of(number, [PLACEHOLDER] * length, rng.randint(1, 89), media=tuple(media))
         params = msgspec.structs.replace(asked.params, seed=5000 + number)
@@ -238,7 +239,7 @@ def media_lost(worlds: list[World], kept: int) -> int:
 
         def bounded(requests: Requests, sequence: Sequence) -> None:
             note(requests, sequence)
-            assert sum(one.media.computed_bytes for one in requests.unfinished.values()) <= kept
+            assert sum(one.media.kept_bytes for one in requests.unfinished.values()) <= kept
 
         patch.setattr(Requests, "note_computed", bounded)
         runs = [(world, simulate(world)) for world in worlds]
@@ -259,20 +260,20 @@ def test_media_are_dropped_when_they_are_computed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_media_of_the_youngest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for one picture that of the youngest sequence stays, and what is not computed yet; no sequence has room for two.
-    With room for all, the planted fault, all stay."""
+    """With room for one picture that of the younger of two sequences stays, and media that are not all computed yet; there is no
+    room for two pictures of a sequence. With room for all, the planted fault, all stay."""
     for kept in (4, 1000):
         monkeypatch.setattr("engine.core.requests.KEPT_MEDIA_BYTES", kept)
         scheduler = scheduler_of(SchedulerConfig(GROUPS, (60, 60), 4, 100, 16))
         for number, media in enumerate(([picture(3, 4, 1)], [picture(3, 4, 1)], [picture(3, 4, 1), picture(24, 4, 1)])):
             scheduler.requests.add(request_of(number, [5] * (10 + 20 * (len(media) - 1)), 20, media=tuple(media)))
-        held = []
+        dropped = []
         for step in range(6):
             scheduler.commit(one_token_each(scheduler, scheduler.schedule())._replace(ended=step + 1))
-            held.append([[len(item.data) for item in one.media.items] for one in scheduler.requests.running])
-        assert held[0] == [[4], [4], [4, 4]]
-        assert ([[0], [0], [4, 4]] in held) == (kept == 4)
-        assert held[-1] == ([[0], [0], [0, 0]] if kept == 4 else held[0])
+            dropped.append([one.media.dropped for one in scheduler.requests.running])
+        assert dropped[0] == [False] * 3
+        assert ([True, False, False] in dropped) == (kept == 4)
+        assert dropped[-1] == ([True, False, True] if kept == 4 else dropped[0])
 
 
 @pytest.mark.parametrize(("rows", "waited_s"), [(8, 0.05), (4, 0.1), (12, 0.0)])
@@ -289,24 +290,43 @@ def test_waits_for_an_encoder_are_counted(rows: int, waited_s: float) -> None:
     assert sum(waiting) * 0.05 == pytest.approx(waited_s) == scheduler.load().encoder_wait_s
 
 
-def test_sent_media_are_kept_until_their_end() -> None:
-    """Choices of a prompt share the data of its pieces. At the end nothing is left, also where the only request with the media
-    could not be read. Planted fault: the pieces of that one stay."""
-    left = []
-    for end in (ReceivedMedia.end, lambda self, end: self._items.pop(end.id, None)):
-        received = ReceivedMedia()
-        for number in (1, 2):
-            received.add(MediaPiece(number, b"pix", False))
-            received.add(MediaPiece(number, b"els", True))
-        asked = msgspec.structs.replace(request_of(0, [5] * 9, media=(picture(2, 4, 1),)), sent_media=1)
-        first = received.complete(asked)
-        second = received.complete(asked)
-        assert first.media[0].data == b"pixels"
-        assert first.media is second.media
-        for number in (1, 2):
-            end(received, MediaEnd(number))
-        left.append(len(received._items) + len(received._data))
-    assert left == [0, 1]
+def uses_of(choices: int) -> tuple[PendingTransfers, MediaUses]:
+    """Of media that so many requests have."""
+    transfers = PendingTransfers()
+    uses = MediaUses(transfers)
+    for _ in range(choices):
+        uses.add(0)
+    return transfers, uses
+
+
+def test_media_memory_is_freed_once() -> None:
+    """After the last of a prompt's choices that has it, and not before the front has sent all of them."""
+    _, uses = uses_of(2)
+    uses.drop(0)
+    uses.drop(0)
+    assert uses.next_free(0) is None
+    uses.add(0)  # a third choice, which the front has sent last
+    uses.end(MediaEnd(0, 4096))
+    assert uses.next_free(0) is None
+    uses.drop(0)
+    assert [uses.next_free(0), uses.next_free(0)] == [range(4096), None]
+    uses.end(MediaEnd(8192, 12288))  # its requests were refused
+    assert uses.next_free(0) == range(8192, 12288)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_media_memory_is_read_before_it_is_freed(fault: bool) -> None:
+    """A request that is aborted while a plan with its encode is in flight: every rank reads first (planted fault: transfers are
+    not waited for)."""
+    transfers, uses = uses_of(1)
+    uses.end(MediaEnd(0, 4096))
+    if fault:
+        uses._transfers = PendingTransfers()
+    transfers.begin()
+    uses.drop(0)
+    transfers.begin()
+    assert (uses.next_free(0) is None) == (not fault)
+    assert fault or uses.next_free(1) == range(4096)
 
 
 def test_who_has_left_waits_for_no_encoder() -> None:

@@ -10,6 +10,7 @@ from engine.core import prefix, requests, results
 from engine.core.allocator import Allocator
 from engine.core.masks import MaskedRow, Masks, MaskState, ThoughtLimit
 from engine.core.pages import PagePool
+from engine.core.pending import MediaUses
 from engine.core.prefix import PrefixCache
 from engine.core.results import Results
 from engine.core.scheduler import Scheduler
@@ -110,12 +111,28 @@ def items_computed_before_they_are_encoded(patch: Patch) -> None:
     patch.setattr(Scheduler, "_encode", lambda self, sequence, size, draft: (encode(self, sequence, size, draft), size)[1])
 
 
+def media_freed_before_they_are_read(patch: Patch) -> None:
+    honest = MediaUses.next_free
+    patch.setattr(MediaUses, "next_free", lambda self, read: honest(self, self._transfers.begun))
+
+
+def media_left_with_requests_that_end(patch: Patch) -> None:
+    """The memory of a request that ends while it waits is kept for ever."""
+    honest = requests.Requests._drop_media
+
+    def forgetful(self: requests.Requests, media: MediaState) -> None:
+        if not media.items or media.encoded:
+            honest(self, media)
+
+    patch.setattr(requests.Requests, "_drop_media", forgetful)
+
+
 FAULTS: dict[str, Callable[[Patch], None]] = {
     fault.__name__: fault
     for fault in (
         window_a_token_short, pages_held_past_their_window, page_freed_while_shared, tokens_behind_a_stop_id,
         rejected_drafts_stay_planned, mask_lost_with_its_row, masks_left_out, masks_shifted, thoughts_end_late,
-        items_computed_before_they_are_encoded,
+        items_computed_before_they_are_encoded, media_freed_before_they_are_read, media_left_with_requests_that_end,
     )
 } | {
     "pages with NaN handed on": lambda patch: patch.setattr(PagePool, "take_not_finite", lambda self, pages: []),

@@ -62,7 +62,7 @@ def run_story(story: Story, sink: Sink = no_sink, clock: Callable[[], float] = t
 
     async def main() -> None:
         core = FakeCore()
-        client = EngineClient(core.front, sink=to_each(outcomes, sink))
+        client = EngineClient(core.front, core.memory.fd, sink=to_each(outcomes, sink))
         await client.start()
         try:
             async with asyncio.timeout(60):

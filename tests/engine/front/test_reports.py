@@ -26,7 +26,7 @@ class StoryRun:
         self.events: list[Event] = []
         self.core = FakeCore()
         self.told = asyncio.Event()
-        self.client = EngineClient(self.core.front, sink=self.receive)
+        self.client = EngineClient(self.core.front, self.core.memory.fd, sink=self.receive)
 
     def receive(self, event: Event) -> None:
         self.events.append(event)

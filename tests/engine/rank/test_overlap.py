@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine.step_media import RECORD_BYTES, MediaReader, write_media
 
 from engine.channel import Waiter, create_shared, ring_bytes
 from engine.core.links import FrontLink, RingExecutor
@@ -21,7 +22,6 @@ from engine.plan import StepPlan, encode_plan, encode_rows, read_plan
 from engine.protocol import MediaItem
 from engine.rank.worker import Worker
 from engine.rank_status import STATUS_BYTES, EncoderFigures, StatusBlock
-from engine.step_media import RECORD_BYTES, MediaReader, write_media
 from tests.support.engine.core_loop import running
 from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of
 

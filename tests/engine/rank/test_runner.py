@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from engine.step_media import MediaReader
 from torch import Tensor
 
 from engine.config import engine_config
@@ -22,7 +23,6 @@ from engine.rank.runner import Runner
 from engine.rank.sampler import ResultRows
 from engine.rank.stages.report_stage import Launched
 from engine.step_masks import encode_masks
-from engine.step_media import MediaReader
 from kernels.choose import ROW_ERROR
 from kernels.sampling_batch import SamplingBatch
 from tests.conftest import Nano

@@ -173,7 +173,7 @@ class Edge:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         core = asyncio.create_task(self.core.serve())
-        self.client = EngineClient(self.core.front, sink=self.events.append)
+        self.client = EngineClient(self.core.front, self.core.memory.fd, sink=self.events.append)
         await self.client.start()
         self._settings = service_settings(self.name, defaults=self._defaults, limits=self._limits, **self._served)
         self.vocabulary = Vocabulary(self.text.pieces, self.text.eos_ids, self.text.vocab_size)

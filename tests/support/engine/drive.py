@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.events import EngineLoad, Event, to_each
 from engine.front.client import EngineClient
-from engine.protocol import AbortReason, FinishReason, Load, Logprobs, MediaItem, SamplingParams
+from engine.protocol import AbortReason, DecodedItem, FinishReason, Load, Logprobs, SamplingParams
 from tests.support.engine.outcomes import Outcomes
 from tests.support.engine.outputs import outputs
 
@@ -25,7 +25,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     leave_after: int | None = None
-    media: tuple[MediaItem, ...] = ()
+    media: tuple[DecodedItem, ...] = ()
     adapter: int = -1
 
 
@@ -75,7 +75,7 @@ def booted(config: EngineConfig, command: Command = child_command) -> Iterator[G
 async def attached(group: Group) -> AsyncIterator[tuple[EngineClient, Figures]]:
     """The group's one client, and the figures that it sees; closed at the end."""
     figures = Figures()
-    client = EngineClient(group.front_socket, sink=to_each(figures.see, figures.outcomes))
+    client = EngineClient(group.front_socket, group.media, sink=to_each(figures.see, figures.outcomes))
     await client.start()
     try:
         yield client, figures

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from engine.config import EngineConfig, engine_config
-from engine.core.links import ReceivedMedia
 from engine.errors import EngineDead, InvalidRequest
 from engine.front.stream import Clock, Stream
 from engine.protocol import (
@@ -21,7 +22,6 @@ from engine.protocol import (
     GenerateRequest,
     Load,
     MediaEnd,
-    MediaPiece,
     Output,
     SamplingParams,
     TokenBatch,
@@ -33,6 +33,7 @@ from engine.protocol import (
 from tests.nano.model_shapes import config
 from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.load_figures import load
+from tests.support.engine.media import MediaMemory
 
 
 def fake_config(folder: Path, member: str = "31b", **settings: object) -> EngineConfig:
@@ -50,7 +51,7 @@ class FakeCore:
         self.front, self._sock = socket.socketpair()
         self._sock.setblocking(False)
         self._frames = FrameReader()
-        self._media = ReceivedMedia()
+        self.memory = MediaMemory()
         self._pending: list[FrontMessage] = []
         self._step = 0
         self._sending = asyncio.Lock()
@@ -66,14 +67,13 @@ class FakeCore:
         return self._pending.pop(0)
 
     def _take(self, message: FrontMessage) -> None:
-        """Queue a message for the test; a request has its media with it, as in the core's loop."""
+        """Queue a message for the test; a request has its media with it."""
         match message:
-            case MediaPiece():
-                self._media.add(message)
             case MediaEnd():
-                self._media.end(message)
+                self.memory.free(message.begin, message.end)
             case GenerateRequest():
-                self._pending.append(self._media.complete(message))
+                media = tuple(map(self.memory.decoded, message.media))
+                self._pending.append(msgspec.structs.replace(message, media=media))
             case _:
                 self._pending.append(message)
 
@@ -121,6 +121,7 @@ class FakeCore:
     def close(self) -> None:
         """The core ends."""
         self._sock.close()
+        self.memory.close()
 
 
 Answer = Callable[[list[int], SamplingParams], Iterable[int]]

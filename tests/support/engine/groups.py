@@ -32,7 +32,7 @@ class Running:
 async def running(group: Group) -> AsyncIterator[Running]:
     """Attach a client and a watcher to `group`, as the replica does; at the end the group is killed."""
     outcomes = Outcomes()
-    client = EngineClient(group.front_socket, sink=outcomes)
+    client = EngineClient(group.front_socket, group.media, sink=outcomes)
     await client.start()
     deaths = []
 

@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from engine.adapters import NO_ADAPTER
+from engine.core.pending import MediaUses
 from engine.geometry import KVGroup
 from engine.plan import Admission, PromptRow, ResultRow, StepPlan, StepResult, encode_plan
-from engine.protocol import MediaItem, PromptLogprobs
+from engine.protocol import MediaItem, PlacedItem, PromptLogprobs
 from tests.support.engine.plans import PrefillChunk, decode_plan, decode_rows, result_of
 
 Model = Callable[[int, int, int], int]
@@ -78,6 +79,10 @@ class KVMachine:
         self.encodes = self.spans = 0
         self.encoding = self.ended = 0  # plans that encode, and those whose encodes have ended
         self.slow: Callable[[int], bool] = lambda step: False  # whether encoders go on during this step
+        self.unread = deque[tuple[int, list[PlacedItem]]]()  # plans that encode, whose media a rank has still to read
+        self.submitted = self.encodes_read = 0  # plans that encode: so far, and those of which every rank has read the media
+        self.reads_late: Callable[[int], bool] = lambda step: False  # whether no media are read during this step
+        self.freed: list[range] = []  # media memory
         self.model = model
         self.poisoned: list[dict[int, set[int]]] = [{} for _ in groups]  # pages where NaN stands: at which positions
         self.queue: deque[StepPlan] = deque()
@@ -91,7 +96,9 @@ class KVMachine:
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan, through its bytes."""
-        assert all(item.data for item in plan.media), "an item to encode has no data"
+        if plan.encodes:
+            self.submitted += 1
+            self.unread.append((self.submitted, plan.media))
         data = encode_plan(plan)
         self.largest = max(self.largest, len(data))
         decoded = decode_plan(data)
@@ -101,6 +108,8 @@ class KVMachine:
     def result(self) -> StepResult:
         """Run the oldest plan."""
         plan = self.queue.popleft()
+        if not self.reads_late(plan.step):
+            self.read_media()
         self._apply(plan)
         rows = [(chunk.slot, chunk.start, chunk.end) for chunk in plan.chunks]
         decodes = [(slot, self.length[slot], self.length[slot] + width) for slot, width, _ in decode_rows(plan)]
@@ -123,6 +132,20 @@ class KVMachine:
         drafts = [self.drafted[row.slot] for row in results] if plan.masked and plan.drafts else ()
         self.ended = self.ended if self.slow(plan.step) else self.encoding
         return result_of(plan.step, results, prompts, drafts)._replace(ended=self.ended)
+
+    def read_media(self) -> None:
+        """What plans so far encode."""
+        for number, media in self.unread:
+            for item in media:
+                assert not any(item.place in pages for pages in self.freed), "an item to encode has no data"
+            self.encodes_read = number
+        self.unread.clear()
+
+    def free_from(self, uses: MediaUses) -> None:
+        """What may be freed now, as the core does."""
+        while (pages := uses.next_free(self.encodes_read)) is not None:
+            assert not any(pages.start in freed for freed in self.freed), "memory is freed twice"
+            self.freed.append(pages)
 
     def _check_media(self, plan: StepPlan, chunk: PrefillChunk) -> None:
         media = self.media.get(self.seed[chunk.slot], ())

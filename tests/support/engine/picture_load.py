@@ -7,7 +7,7 @@ from engine.core.scheduler import Scheduler
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import ResultRow, StepPlan, StepResult
-from engine.protocol import MediaItem
+from engine.protocol import PlacedItem
 from tests.support.engine.paced_steps import Clocks, Pace
 from tests.support.engine.plans import result_of
 from tests.support.engine.scheduling import ANY_MEDIA, request_of
@@ -55,8 +55,8 @@ def requests_a_second(clients: int = 100, requests: int = 400, **settings: objec
     def refill(world: Pace) -> None:
         open_ = len(world.clocks) - sum(clock.tokens == TOKENS for clock in world.clocks.values())
         for number in range(len(world.clocks), min(requests, len(world.clocks) + clients - open_)):
-            media = tuple(MediaItem(first, PICTURE, number.to_bytes(4) + bytes([first % 251]) * 28, ((first, first + PICTURE),),
-                                    "image", (), b"") for first in (20, 20 + PICTURE))  # fmt: skip
+            media = tuple(PlacedItem(first, PICTURE, number.to_bytes(4) + bytes([first % 251]) * 28, ((first, first + PICTURE),),
+                                    "image", (), number) for first in (20, 20 + PICTURE))  # fmt: skip
             world.clocks[number] = Clocks(PROMPT, world.now)
             world.scheduler.requests.add(request_of(number, [number + 5] * PROMPT, TOKENS, media=media))
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from engine.plan import RESULT_HEAD, SECTIONS, Admission, ResultRow, StepPlan, StepResult
-from engine.protocol import Logprobs, MediaItem, SamplingParams
+from engine.protocol import Logprobs, PlacedItem, SamplingParams
 from tests.support.engine.plans import result_rows
 
 _NO_TOKENS = ("nan", "empty")  # flags of result rows
@@ -76,7 +76,7 @@ def _plan_of(data: dict[str, Any]) -> StepPlan:
     admissions = [
         Admission(**{**row, "params": msgspec.convert(row["params"], SamplingParams)}) for row in data.get("admissions", [])
     ]
-    media = msgspec.convert(data.get("media", []), list[MediaItem])
+    media = msgspec.convert(data.get("media", []), list[PlacedItem])
     flags = {"masked": data.get("masked", False), "drafts": data.get("drafts", 0)}
     return StepPlan(data["step"], **flags, admissions=admissions, media=media, **sections)
 

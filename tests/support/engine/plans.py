@@ -84,7 +84,7 @@ def decode_plan(data: bytes) -> StepPlan:
     view = read_plan(data)
     sections = {name: [KINDS[name](*row) for row in getattr(view, name).tolist()] for name in SECTIONS}
     admissions = [admission._replace(tokens=np.asarray(admission.tokens).tolist()) for admission in view.admissions]
-    return StepPlan(view.step, *read_header(data), view.drafts, **sections, admissions=admissions)
+    return StepPlan(view.step, *read_header(data), view.drafts, **sections, admissions=admissions, media=list(view.media))
 
 
 def decode_slots(plan: StepPlan) -> list[int]:

@@ -11,25 +11,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import IO, Self
 
 import msgspec
 import torch
 
 from cluster.children import environment
-from engine.channel import RingReader, RingWriter, Waiter, capacity_for, create_shared, map_shared, ring_bytes
+from engine.channel import RingReader, RingWriter, create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
 from engine.lifeline import Allocate, BootArgs, BootMessage, BootSocket, Configure, Failed, Loaded, Ready
 from engine.plan import StepPlan, StepResult, decode_result, encode_plan
-from engine.protocol import MediaItem
 from engine.rank.builder import Rank, load_rank
 from engine.rank.parallel import Single
 from engine.rank.runner import Runner
 from engine.rank.stages.report_stage import Launched
 from engine.rank_status import STATUS_BYTES, RankStatus, StatusBlock
-from engine.step_media import MEDIA_BYTES, MediaReader, write_media
 from kernels.allreduce import shared_bytes
 from tests.support import forked
+from tests.support.engine.media import MEMORY
 from tests.support.repo_rules import ROOT
 
 # Seconds of a phase of boot, and of a step. On GPUs kernels that nobody has compiled yet are compiled in them.
@@ -49,17 +49,15 @@ class Ranks:
         sizes = {
             "plan": ring_bytes(config.tp, 1 << 20),
             "masks": ring_bytes(config.tp, 1 << 20),
-            "media": ring_bytes(config.tp, MEDIA_BYTES),
             "result": ring_bytes(1, 1 << 20),
             "status": (config.tp + 1) * STATUS_BYTES,
             "reduce": shared_bytes(config.tp),
             "store": 0,
         }
-        shared = {name: create_shared(name, size) for name, size in sizes.items()}
+        shared = {name: create_shared(name, size) for name, size in sizes.items()} | {"media": os.dup(MEMORY.fd)}
         self.plans = RingWriter(map_shared(shared["plan"]), config.tp)
         self._masks = RingWriter(map_shared(shared["masks"]), config.tp)
         self._masked = 0
-        self._media = RingWriter(map_shared(shared["media"]), config.tp)
         self._results = RingReader(map_shared(shared["result"]), 1, 0)
         self._status = StatusBlock(map_shared(shared["status"]))
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -141,8 +139,6 @@ class Ranks:
         if masks:
             self.submit_masks(masks)
         self.plans.write(plan.step, encode_plan(plan))
-        if plan.media:
-            write_media(self._media, plan.media)
 
     def submit_masks(self, masks: bytes) -> None:
         """The masks of the next masked step."""
@@ -209,22 +205,12 @@ class Ranks:
 
 def single(config: EngineConfig) -> Rank:
     """A group of one in this process, loaded; `build(rank, pages)` makes runners of it."""
-    return load_rank(config, Single(), torch.device(config.device))
-
-
-def media_of(*plans: Sequence[MediaItem]) -> MediaReader:
-    """A rank's end of a ring that these plans' items are in."""
-    size = sum(len(item.data) for items in plans for item in items)
-    memory = memoryview(bytearray(ring_bytes(1, capacity_for((1 << 16) + size))))
-    writer = RingWriter(memory, 1)
-    for items in plans:
-        write_media(writer, items)
-    return MediaReader(RingReader(memory, 1, 0), Waiter())
+    return replace(load_rank(config, Single(), torch.device(config.device)), media=MEMORY.fd)
 
 
 def run(runner: Runner, plan: StepPlan, masks: bytes = b"") -> StepResult:
     """One plan through its bytes, launched and finished."""
-    launched = runner.launch(encode_plan(plan), masks, media_of(plan.media))
+    launched = runner.launch(encode_plan(plan), masks)
     while runner.encode_stage.advance():
         pass
     return finish(launched)

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine.core.pending import MediaUses
 from engine.core.scheduler import Scheduler
 from engine.plan import StepPlan
-from engine.protocol import MediaItem, pack_tokens
+from engine.protocol import MediaEnd, PlacedItem, pack_tokens
 from tests.support.engine.draws import chance, mixed
+from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.plans import decode_rows
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ def show_media(world: "World") -> None:
             world.media[params.seed] = media
 
 
-def draw_media(seed: int, number: int, length: int) -> tuple[MediaItem, ...]:
+def draw_media(seed: int, number: int, length: int) -> tuple[PlacedItem, ...]:
     """Images, clips without a span, and videos of two frames."""
     rng, names = random.Random(mixed(seed, 11)), random.Random(mixed(seed, number, 12))
     media, at = [], rng.randint(0, length // 2)
@@ -37,7 +39,8 @@ def draw_media(seed: int, number: int, length: int) -> tuple[MediaItem, ...]:
         end = min(length, at + rng.randint(1, rng.choice((3, 8, 20))))
         spans = rng.choice([((at, end),), (), ((at, (at + end) // 2), ((at + end) // 2, end))])
         spans = tuple(span for span in spans if span[0] < span[1])
-        media.append(MediaItem(at, end - at, bytes([names.choice((1, 1, 1, 2))]) * 32, spans, "image", (), bytes(end - at)))
+        digest, place = bytes([names.choice((1, 1, 1, 2))]) * 32, (number << 20) + at
+        media.append(PlacedItem(at, end - at, digest, spans, "image", (end - at,), place))
         at = end + rng.randint(0, 6)
     return tuple(media)
 
@@ -52,3 +55,22 @@ def check_budget(scheduler: Scheduler, plan: StepPlan) -> None:
     budget, decodes = scheduler.config.prefill_budget, sum(width for _, width, _ in decode_rows(plan))
     prefill = plan.prompt_tokens
     assert prefill <= max(budget - decodes, budget // 4, 1), (prefill, decodes, budget)
+
+
+def moved(media: tuple[PlacedItem, ...], number: int) -> tuple[PlacedItem, ...]:
+    """The same media, sent by another request."""
+    return tuple(msgspec.structs.replace(item, place=(number << 20) + item.first) for item in media)
+
+
+def memory_of(media: tuple[PlacedItem, ...]) -> MediaEnd:
+    """The memory that only this request has."""
+    return MediaEnd(media[0].place, media[-1].place + media[-1].size)
+
+
+def check_freed(machine: KVMachine, uses: MediaUses) -> None:
+    """Once all is read, no media memory is left."""
+    machine.read_media()
+    machine.free_from(uses)
+    left = {**uses._uses, **uses._ends}
+    assert not left, f"media memory is left: {left}"
+    assert not uses.is_any_unused

@@ -19,7 +19,7 @@ from tests.support.engine.world_checks import (
     first_of,
 )
 from tests.support.engine.world_masks import FAILED, Host, WorldRanks
-from tests.support.engine.world_media import check_budget
+from tests.support.engine.world_media import check_budget, check_freed, memory_of
 from tests.support.engine.worlds import World
 
 _MAX_STEPS = 20_000
@@ -46,6 +46,7 @@ def simulate(world: World) -> Run:
     scheduler._draft_policy = scheduler._results._draft_policy = world.drafting()
     machine = WorldRanks(config.groups, config.pages, config.max_seqs, config.max_len, world.token)
     machine.media, machine.slow = world.media, lambda step: chance(0.6, world.seed, step, 13)
+    machine.reads_late = lambda step: chance(0.6, world.seed, step, 14)
     machine.guess, machine.nan, machine.wanted = world.guess, world.nan, world.mask
     host = Host(scheduler, machine, world.grammars, world.rng)
     given = {request.id: [] for request in world.requests}
@@ -67,6 +68,7 @@ def simulate(world: World) -> Run:
         if machine.ready:
             scheduler.commit(machine.result()._replace(took_us=(100, 4000, 9000, 60_000)[steps % 4]))
             host.committed()
+        machine.free_from(scheduler.requests.media)
         for output in scheduler.requests.drain():
             outputs.append(output)
             given.setdefault(output.id, []).extend(output.tokens)
@@ -77,6 +79,7 @@ def simulate(world: World) -> Run:
         steps += 1
         assert steps < _MAX_STEPS, "no end in sight"
     host.close()
+    check_freed(machine, scheduler.requests.media)
     return Run(outputs, scheduler, machine, steps, started, index)
 
 
@@ -86,7 +89,10 @@ def come(world: World, host: Host, waiting: list[GenerateRequest]) -> bool:
     came = False
     while waiting and world.rng.random() < 0.5:
         came = True
-        host.add(waiting.pop(0))
+        request = waiting.pop(0)
+        host.add(request)
+        if request.media:
+            host.scheduler.requests.media.end(memory_of(request.media))
     running = host.scheduler.requests.running
     ending = [sequence.id for sequence in running if sequence.masked and sequence.params.grammar is None]
     if world.rng.random() < world.abort_chance * (3 if ending else 1):

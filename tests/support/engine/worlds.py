@@ -17,14 +17,14 @@ from engine.core.draft_policy import DraftPolicy
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.plan import DEPTH
-from engine.protocol import FinishReason, GenerateRequest, Grammar, MediaItem, SamplingParams, pack_tokens
+from engine.protocol import FinishReason, GenerateRequest, Grammar, PlacedItem, SamplingParams, pack_tokens
 from engine.step_shapes import buckets
 from tests.support.engine.drafting_world import AnyDrafts
 from tests.support.engine.draws import chance, mixed
 from tests.support.engine.kvmachine import contents, identity, root_of
 from tests.support.engine.scheduling import SchedulerConfig
 from tests.support.engine.world_masks import Consumed, Grammars, mask_of
-from tests.support.engine.world_media import show_media
+from tests.support.engine.world_media import moved, show_media
 from tests.support.engine.world_thoughts import draw_budget, end_mask, forced_token
 
 STOP = 7
@@ -83,7 +83,7 @@ class World:
             longest_ms = rng.choice((1.0, 7.0, 15.0))
             self.config = replace(self.config, step_times=drafting_times(drafts), longest_step_ms=longest_ms)
         self._ask(max_len)
-        self.media: dict[int, tuple[MediaItem, ...]] = {}  # by the seeds of their requests
+        self.media: dict[int, tuple[PlacedItem, ...]] = {}  # by the seeds of their requests
         if "media" in self.features:
             self.config = replace(self.config, encoder_rows=rng.choice((1, 8, 100)))
             show_media(self)
@@ -160,7 +160,8 @@ class World:
         if self.rng.random() >= self.follow_chance or len(turn) >= self.config.max_len or len(self.requests) >= _MAX_REQUESTS:
             return None
         params = msgspec.structs.replace(request.params, max_tokens=self.rng.randint(1, self.config.max_len))
-        following = msgspec.structs.replace(request, id=len(self.requests), prompt=pack_tokens(turn), params=params)
+        media = moved(request.media, len(self.requests))
+        following = msgspec.structs.replace(request, id=len(self.requests), prompt=pack_tokens(turn), params=params, media=media)
         if (grammar := params.grammar) is not None:
             following = with_grammar(following, Grammar(str(following.id), grammar.trigger))
         self.requests.append(following)

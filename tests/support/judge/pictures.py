@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.protocol import MediaItem
+from engine.protocol import DecodedItem
 from engine.vision_geometry import CELL, PATCH, SIDE
 
 
@@ -20,7 +20,7 @@ class Prompt:
     """Token ids, and the media among them."""
 
     ids: list[int]
-    media: tuple[MediaItem, ...] = ()
+    media: tuple[DecodedItem, ...] = ()
 
     def text(self, ids: Sequence[int]) -> "Prompt":
         """With so much text behind it."""
@@ -35,14 +35,14 @@ class Prompt:
             ids += [placeholder] * (spans[-1][1] - spans[-1][0])
         data = picture.numpy().tobytes()
         kind, digest = ("image", "video")[picture.dim() == 4], hashlib.sha256(data).digest()
-        item = MediaItem(first, len(ids) - first, digest, tuple(spans), kind, tuple(picture.shape), data)
+        item = DecodedItem(first, len(ids) - first, digest, tuple(spans), kind, tuple(picture.shape), data)
         return Prompt(ids, (*self.media, item))
 
 
     def clip(self, clip: Tensor, tokens: int, placeholder: int) -> "Prompt":
         """With a clip float32 [rows, features] of so many soft tokens behind it."""
         data = clip.numpy().tobytes()
-        item = MediaItem(len(self.ids), tokens, hashlib.sha256(data).digest(), (), "audio", tuple(clip.shape), data)
+        item = DecodedItem(len(self.ids), tokens, hashlib.sha256(data).digest(), (), "audio", tuple(clip.shape), data)
         return Prompt([*self.ids, *[placeholder] * tokens], (*self.media, item))
 
 
@@ -74,7 +74,7 @@ def as_inputs(model: transformers.PreTrainedModel, prompt: Prompt, count: int) -
     return {**given, "mm_token_type_ids": types}
 
 
-def _data(item: MediaItem, dtype: type[np.generic]) -> Tensor:
+def _data(item: DecodedItem, dtype: type[np.generic]) -> Tensor:
     return torch.from_numpy(np.frombuffer(item.data, dtype).reshape(item.shape).copy())
 
 
