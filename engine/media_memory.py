@@ -18,7 +18,7 @@ class MediaWriter:
     """`fd` may be closed afterwards."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = os.dup(fd)
+        self._file = os.fdopen(os.dup(fd), "wb", buffering=0)
         self._end = 0
 
     def reserve(self, size: int) -> range:
@@ -26,7 +26,7 @@ class MediaWriter:
         pages = max(1, -(-size // mmap.PAGESIZE))
         reserved = range(self._end, self._end + pages * mmap.PAGESIZE)
         self._end = reserved.stop
-        os.ftruncate(self._fd, self._end)
+        os.ftruncate(self._file.fileno(), self._end)
         return reserved
 
     def write(self, place: int, data: Iterable[bytes]) -> None:
@@ -34,12 +34,12 @@ class MediaWriter:
         for each in data:
             left = memoryview(each)
             while left:
-                written = os.pwrite(self._fd, left, place)
+                written = os.pwrite(self._file.fileno(), left, place)
                 place += written
                 left = left[written:]
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
 
 class MediaReader:

@@ -38,6 +38,7 @@ from tests.nano.nano_shapes import SHAPES
 from tests.nano.random_models import write
 from tests.nano.random_weights import draw
 from tests.support.engine.drive import Answer, Request, ask_all, attached, booted, still
+from tests.support.engine.media import MEMORY
 from tests.support.engine.plan_stream import different_tokens, logprob_error
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import config_of, padded_shapes
@@ -128,7 +129,7 @@ def serve(
     scheduler = make_scheduler(config, pages)
     served = Served(counters=scheduler.requests.counters)
     for number, prompt in enumerate(asked):
-        scheduler.requests.add(request_of(number, prompt.ids, params, media=prompt.media))
+        scheduler.requests.add(request_of(number, prompt.ids, params, media=MEMORY.place(prompt.media)))
     while scheduler.requests.unfinished:
         plan = scheduler.schedule()
         assert plan is not None
@@ -318,16 +319,16 @@ def test_padded_steps_have_soft_tokens(case: Callable[[str], Case], name: str, m
 
 
 def test_what_does_not_fit_is_refused(case: Callable[[str], Case]) -> None:
-    """Data that is not of its shape, or gives other rows than there are places, or a kind without encoder, is refused: which."""
+    """A shape of no picture, or of other rows than there are places, or a kind without encoder, is refused: which."""
     it = case("31b")
-    (good,) = it.prompts[0].media[:1]
+    (good,) = MEMORY.place(it.prompts[0].media[:1])
     scheduler = make_scheduler(it.config, PAGES)
     change = partial(msgspec.structs.replace, good)
-    long = change(length=1, spans=(), shape=(48, 48 * 2000, 3), data=bytes(48 * 48 * 2000 * 3))
+    long = change(length=1, spans=(), shape=(48, 48 * 2000, 3))
     wrong = [
-        (change(data=good.data[:-1]), "not of shape"), (change(shape=(*good.shape[:2], 1)), "not of shape"),
-        (change(shape=good.shape[::-1]), "not of shape"), (change(shape=()), "not of shape"),
-        (change(shape=(48, 48, 3), data=good.data[: 48 * 48 * 3]), "does not fit its positions"),
+        (change(shape=(*good.shape[:2], 1)), "no three colours"), (change(shape=(49, 48, 3)), "no multiples"),
+        (change(shape=good.shape[::-1]), "no multiples"), (change(shape=()), "no multiples"),
+        (change(shape=(48, 48, 3)), "does not fit its positions"),
         (long, "is longer than 1120"), (change(kind="audio"), "takes no audio"),
     ]  # fmt: skip
     for number, (item, complaint) in enumerate([*wrong, (good, "")]):

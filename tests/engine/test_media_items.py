@@ -1,4 +1,4 @@
-"""What the core takes for a media item: data of a row for each of its positions."""
+"""What the core takes for a media item: a shape with a row for each of its positions."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,14 @@ import pytest
 
 from engine.audio_geometry import AudioGeometry, read_audio
 from engine.errors import InvalidRequest
-from engine.protocol import MediaItem
+from engine.protocol import PlacedItem
 from engine.vision_geometry import read_vision
 from tests.conftest import Nano
 
 pytestmark = pytest.mark.pure
 
-MELS = MediaItem(1, 3, bytes(32), (), "audio", (9, 128), bytes(4 * 9 * 128))
-ROWS = MediaItem(1, 3, bytes(32), (), "audio", (3, 640), bytes(4 * 3 * 640))
+MELS = PlacedItem(1, 3, bytes(32), (), "audio", (9, 128), 0)
+ROWS = PlacedItem(1, 3, bytes(32), (), "audio", (3, 640), 0)
 
 
 def encoder(nano: Nano, member: str) -> AudioGeometry:
@@ -25,19 +25,19 @@ def encoder(nano: Nano, member: str) -> AudioGeometry:
 
 
 @pytest.mark.parametrize(("member", "item"), [("e2b", MELS), ("12b", ROWS)])
-def test_a_clip_fits_its_positions(nano: Nano, member: str, item: MediaItem) -> None:
+def test_a_clip_fits_its_positions(nano: Nano, member: str, item: PlacedItem) -> None:
     """One token, row, byte or feature too many or too few is refused, and so is a span."""
     check = encoder(nano, member).check
     check(item)
     rows, features = item.shape
     for wrong in ({"length": 2}, {"length": 4}, {"shape": (rows + 4, features)}, {"shape": (rows, features - 1)}, {"shape": ()},
-                  {"data": item.data[4:]}, {"spans": ((1, 4),)}):  # fmt: skip
-        with pytest.raises(InvalidRequest, match="do not fit"):
+                  {"spans": ((1, 4),)}):  # fmt: skip
+        with pytest.raises(InvalidRequest, match="does not fit"):
             check(msgspec.structs.replace(item, **wrong))
 
 
-def pixels(height: int, width: int, length: int) -> MediaItem:
-    return MediaItem(1, length, bytes(32), ((1, 1 + length),), "image", (height, width, 3), bytes(height * width * 3))
+def pixels(height: int, width: int, length: int) -> PlacedItem:
+    return PlacedItem(1, length, bytes(32), ((1, 1 + length),), "image", (height, width, 3), 0)
 
 
 def test_a_picture_fits_its_positions(nano: Nano) -> None:

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.media_memory import MediaReader
 from engine.rank.batch import Chunk
 from engine.rank.models.vision import Tower
 from engine.rank.parallel import Single
 from engine.rank.stages.encode_stage import EncodeStage
 from tests.bench.encoders import encoder
 from tests.nano.nano_shapes import SHAPES
-from tests.support.engine.ranks import media_of
+from tests.support.engine.media import MEMORY, plan_of
 from tests.support.judge.pictures import Prompt, pictures
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +29,7 @@ def test_rows_are_waited_for(monkeypatch: pytest.MonkeyPatch, fault: bool) -> No
     device = torch.device("cuda")
     model = encoder(SHAPES["e2b"], torch.bfloat16, device)
     shown = [Prompt([]).picture(picture, 9).media[0] for picture in pictures((4, 5), (4, 5), (4, 5))]
-    stage = EncodeStage({"image": model}, device, Single(), 0)
+    stage = EncodeStage({"image": model}, device, Single(), 0, MediaReader(MEMORY.fd))
     stage.warm(graphs=True)
     alone = [model([picture.to(device)]) for picture in pictures((4, 5), (4, 5), (4, 5))]
     assert [(rows + 1).cpu().isfinite().all() for rows in alone]  # a kernel's first launch waits for all that run
@@ -41,7 +42,7 @@ def test_rows_are_waited_for(monkeypatch: pytest.MonkeyPatch, fault: bool) -> No
         with torch.cuda.stream(stage._stream):
             torch.cuda._sleep(SLEEP)
         began = time.monotonic()
-        stage.encode([number], media_of([item]))
+        stage.encode(plan_of(MEMORY.place([item]), [number]))
         assert [stage.advance() for _ in range(3)] == [True, True, False]  # its data; a piece; the next waits until that has ended
         (expected + 1).cpu()
         assert (time.monotonic() - began < 0.1, stage.ended) == (True, number), time.monotonic() - began

@@ -19,6 +19,7 @@ from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank.builder import build
 from engine.vision_geometry import read_vision
 from tests.support.engine.answers import answers, texts
+from tests.support.engine.media import MEMORY
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import config_of
 from training.pictures import Picture, drawn
@@ -35,7 +36,7 @@ def asked(number: int, picture: Picture, text: TextProcessor) -> GenerateRequest
     parts = [{"type": "image"}, {"type": "text", "text": picture.question}]
     ids = text.render_chat([{"role": "user", "content": parts}], media=[("image", image.text)])
     params = SamplingParams(max_tokens=16, temperature=0.0, stop_ids=(106,))
-    return GenerateRequest(id=number, prompt=pack_tokens(ids), params=params, media=media_items(ids, [image], text))
+    return GenerateRequest(id=number, prompt=pack_tokens(ids), params=params, media=MEMORY.place(media_items(ids, [image], text)))
 
 
 def right(member: str, pictures: Sequence[Picture]) -> int:

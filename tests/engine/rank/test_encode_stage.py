@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import step_media
+from engine import media_memory
+from engine.media_memory import MediaReader
 from engine.plan import Admission, StepPlan, encode_plan, read_plan
-from engine.protocol import MediaItem, SamplingParams
+from engine.protocol import DecodedItem, PlacedItem, SamplingParams
 from engine.rank import output_cache
 from engine.rank.batch import Chunk
 from engine.rank.models.architecture import MediaEncoder
@@ -21,8 +22,8 @@ from engine.rank.parallel import Parallel, Single
 from engine.rank.stages import encode_stage
 from engine.rank.stages.encode_stage import EncodeStage, reaches_encodes
 from engine.rank_status import EncoderFigures
+from tests.support.engine.media import MEMORY, plan_of
 from tests.support.engine.plans import PrefillChunk
-from tests.support.engine.ranks import media_of
 from tests.support.engine.threads import ThreadParallel, run_ranks
 
 pytestmark = pytest.mark.cpu
@@ -51,18 +52,22 @@ class Counting:
         return torch.tensor(facts)
 
 
-def picture(first: int, shade: int, rows: int = 2, columns: int = 3) -> MediaItem:
+def placed(item: DecodedItem) -> PlacedItem:
+    return MEMORY.place([item])[0]
+
+
+def picture(first: int, shade: int, rows: int = 2, columns: int = 3) -> PlacedItem:
     data = bytes([shade]) * (48 * rows * 48 * columns * 3)
     end = first + rows * columns
     digest = hashlib.sha256(data).digest()
-    return MediaItem(first, rows * columns, digest, ((first, end),), "image", (48 * rows, 48 * columns, 3), data)
+    return placed(DecodedItem(first, rows * columns, digest, ((first, end),), "image", (48 * rows, 48 * columns, 3), data))
 
 
 def stage_of(cached: int = 1 << 20, parallel: Parallel = Single(), host: int = 0) -> tuple[EncodeStage, list[int]]:  # noqa: B008 (it has no state)
     """A stage, and the sizes of its encoder's batches."""
     encoder = Counting()
     kinds = ("image", "video")
-    stage = EncodeStage(dict.fromkeys(kinds, cast("MediaEncoder", encoder)), CPU, parallel, host)
+    stage = EncodeStage(dict.fromkeys(kinds, cast("MediaEncoder", encoder)), CPU, parallel, host, MediaReader(MEMORY.fd))
     stage._cache = output_cache.OutputCache(CPU, cached, host)
     return stage, encoder.calls
 
@@ -72,10 +77,10 @@ def admit(stage: EncodeStage, *slots: int) -> None:
     stage.admit([Admission(slot, 1, [5] * 3, 3, SamplingParams(max_tokens=1)) for slot in slots])
 
 
-def encode(stage: EncodeStage, items: Sequence[MediaItem], slots: Sequence[int] = (), admitted: Sequence[int] = ()) -> None:
+def encode(stage: EncodeStage, items: Sequence[PlacedItem], slots: Sequence[int] = (), admitted: Sequence[int] = ()) -> None:
     """To the end, as a plan does whose chunks follow at once."""
     admit(stage, *admitted)
-    stage.encode(slots or [0] * len(items), media_of(items))
+    stage.encode(plan_of(items, slots))
     stage._gather()
 
 
@@ -89,7 +94,7 @@ def test_text_before_an_item_does_not_wait_for_its_encoder() -> None:
     """A chunk that ends where an item begins launches nothing; one that ends a row later has the encoder run to its end."""
     for end, calls in ((4, []), (5, [1])):
         stage, seen = stage_of()
-        stage.encode([0], media_of([picture(4, 9)]))
+        stage.encode(plan_of([picture(4, 9)]))
         assert len(rows(stage, Chunk(0, 0, end, 0))) == end - 4
         assert seen == calls
         assert len(rows(stage, Chunk(0, end, 12, 0))) == 10 - end
@@ -107,7 +112,7 @@ def test_text_before_an_item_does_not_wait_for_its_encoder() -> None:
     ],
     ids=["equal sizes", "two sizes", "a budget for two", "a budget for less than one", "one picture six times", "none"],
 )
-def test_how_often_encoders_run(monkeypatch: pytest.MonkeyPatch, items: list[MediaItem], room: int, calls: list[int]) -> None:
+def test_how_often_encoders_run(monkeypatch: pytest.MonkeyPatch, items: list[PlacedItem], room: int, calls: list[int]) -> None:
     """Once for all pictures of a step, of whatever sizes; in as many parts as their rows need; each picture once."""
     monkeypatch.setattr(encode_stage, "ENCODER_ROWS", room)
     stage, called = stage_of()
@@ -137,53 +142,80 @@ def test_ranks_share_pictures(count: int) -> None:
 
 
 def test_data_are_read_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record of them at a time. Encodes have not ended before, also of what is in the cache; a chunk without their rows is
-    computed meanwhile, and one that has some reads the rest."""
-    monkeypatch.setattr(step_media, "RECORD_BYTES", 10_000)
+    """A piece of them at a time. Encodes have not ended before; a chunk without their rows is computed meanwhile, and one that has
+    some reads the rest. What is in the cache is not read again."""
+    monkeypatch.setattr(media_memory, "PIECE_BYTES", 10_000)
     items = [picture(4, 9), picture(20, 8)]  # of 41 472 bytes
-    stage, calls = stage_of()
     for reaches in (False, True):
-        media = media_of(items, items)
-        for plan in range(2):
+        stage, calls = stage_of()
+        media = stage._media
+        for plan, pieces in enumerate((10, 0)):
             admit(stage, 0)
-            stage.encode([0, 0], media)
-            ended = stage.ended
-            assert len(media.left) == 10
-            assert all((stage.advance(), stage.ended, len(media.left)) == (True, ended, 9 - read) for read in range(4))
+            stage.encode(plan_of(items))
+            assert (len(media.left), stage.ended, stage.read) == (pieces, plan, plan + (not pieces))
+            for left in range(pieces - 1, pieces // 2, -1):
+                assert (stage.advance(), stage.ended, stage.read, len(media.left)) == (True, plan, plan, left)
+            unread = len(media.left)
             assert rows(stage, Chunk(0, 0, 4, 0)) == []
-            assert (len(media.left), stage.ended) == (6, ended)
-            if not reaches:
-                while stage.advance():
-                    assert (stage.ended > ended) == (not media.left and stage._pieces is None)
+            assert (len(media.left), stage.ended) == (unread, plan)
+            while not reaches and stage.advance():
+                assert (stage.ended > plan) == (not media.left and stage._pieces is None)
             assert [values[0] for _, values in rows(stage, Chunk(0, 4, 30, 0))] == [9.0] * 6 + [8.0] * 6
-            assert (list(media.left), stage.ended) == ([], ended + 1), plan
-    assert calls == [2]
+            assert (list(media.left), stage.ended, stage.read) == ([], plan + 1, plan + 1)
+        assert calls == [2]
 
 
-def random_pictures(rng: random.Random) -> list[MediaItem]:
+def test_a_rank_reads_its_own_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of seven frames three ranks read each one once, where it is; a single picture is read by all."""
+    read = list[int]()
+    honest = MediaReader.read_into
+
+    def noted(self: MediaReader, buffer: memoryview, place: int) -> None:
+        read.append(place)
+        honest(self, buffer, place)
+
+    monkeypatch.setattr(MediaReader, "read_into", noted)
+    frame = 48 * 48 * 3
+    data = b"".join(bytes([shade]) * frame for shade in range(7))
+    video = placed(DecodedItem(0, 7, bytes(32), tuple((at, at + 1) for at in range(7)), "video", (7, 48, 48, 3), data))
+    alone = picture(0, 1)
+
+    def on_thread(parallel: ThreadParallel) -> list[object]:
+        stage, _ = stage_of(parallel=parallel)
+        encode(stage, [video])
+        found = rows(stage, Chunk(0, 0, 9, 0))
+        encode(stage, [alone], admitted=[0])
+        return found
+
+    assert run_ranks(3, on_thread) == [[(at, (float(at), 48.0, 0)) for at in range(7)]] * 3
+    assert sorted(read) == sorted([*(video.place + at * frame for at in range(7)), *[alone.place] * 3])
+
+
+def random_pictures(rng: random.Random) -> list[PlacedItem]:
     return [picture(20 * at, rng.randint(1, 8), 2, 2 + rng.randint(0, 1)) for at in range(rng.randint(1, 3))]
 
 
-def whole_rows(items: Sequence[MediaItem]) -> list[tuple[int, tuple[float, float, int]]]:
+def whole_rows(items: Sequence[PlacedItem]) -> list[tuple[int, tuple[float, float, int]]]:
     """What a chunk from 0 on has of pictures of two cells' height."""
-    return [(item.first + row, (item.data[0], 96.0, row)) for item in items for row in range(item.length)]
+    return [(item.first + row, (MEMORY.decoded(item).data[0], 96.0, row)) for item in items for row in range(item.length)]
 
 
 @pytest.mark.parametrize("fault", [False, True])
 def test_ranks_that_have_read_different_parts_agree(monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
     """Three ranks, each of which has read and launched as much as chance wants when the next plan comes or rows are read, have the
     rows of all pictures (planted fault: one reads the rest to other memory)."""
-    monkeypatch.setattr(step_media, "RECORD_BYTES", 5_000)
+    monkeypatch.setattr(media_memory, "PIECE_BYTES", 5_000)
     rng = random.Random(1)
     steps = [random_pictures(rng) for _ in range(20)]
     read_now = [rng.random() < 0.5 for _ in steps]
 
     def on_thread(parallel: ThreadParallel) -> list[object]:
-        stage, media, own = stage_of(200, parallel)[0], media_of(*steps), random.Random(parallel.rank)
+        stage, own = stage_of(200, parallel)[0], random.Random(parallel.rank)
+        media = stage._media
         finish = media.finish
 
         def elsewhere() -> None:
-            media.left = deque(memoryview(bytearray(len(record))) for record in media.left)
+            media.left = deque((memoryview(bytearray(len(piece))), place) for piece, place in media.left)
             finish()
 
         if fault and parallel.rank == 1:
@@ -191,7 +223,7 @@ def test_ranks_that_have_read_different_parts_agree(monkeypatch: pytest.MonkeyPa
         seen = []
         for items, now in zip(steps, read_now, strict=True):
             admit(stage, 0)
-            stage.encode([0] * len(items), media)
+            stage.encode(plan_of(items))
             for _ in range(own.randint(0, 40)):
                 stage.advance()
             if now:
@@ -225,7 +257,7 @@ def test_between_a_videos_frames_is_text() -> None:
     """Rows of a video go to its spans alone."""
     stage, calls = stage_of()
     data = bytes([1]) * (48 * 48 * 3) + bytes([2]) * (48 * 48 * 3)
-    video = MediaItem(3, 5, bytes(32), ((3, 4), (7, 8)), "video", (2, 48, 48, 3), data)
+    video = placed(DecodedItem(3, 5, bytes(32), ((3, 4), (7, 8)), "video", (2, 48, 48, 3), data))
     encode(stage, [video])
     assert [(row, values[0]) for row, values in rows(stage, Chunk(0, 0, 9, 0))] == [(3, 1.0), (7, 2.0)]
     assert calls == [2]
@@ -247,7 +279,7 @@ def test_what_was_done_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(Counting, "pieces", slowly)
         frames = bytes([1]) * (48 * 48 * 3) + bytes([2]) * (48 * 48 * 3)
-        video = MediaItem(30, 5, bytes(32), ((30, 31), (34, 35)), "video", (2, 48, 48, 3), frames)
+        video = placed(DecodedItem(30, 5, bytes(32), ((30, 31), (34, 35)), "video", (2, 48, 48, 3), frames))
         shown = []
         for items in ([picture(0, 1), video, picture(10, 1)], [picture(0, 1)], [picture(0, 2), picture(10, 3)]):
             encode(stage, items, admitted=[0])

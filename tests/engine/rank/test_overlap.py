@@ -11,25 +11,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine.step_media import RECORD_BYTES, MediaReader, write_media
 
 from engine.channel import Waiter, create_shared, ring_bytes
 from engine.core.links import FrontLink, RingExecutor
 from engine.core.loop import Core
+from engine.core.pending import MediaUses
 from engine.geometry import KVGroup
 from engine.lifeline import BootArgs
-from engine.plan import StepPlan, encode_plan, encode_rows, read_plan
-from engine.protocol import MediaItem
+from engine.media_memory import PIECE_BYTES, MediaReader
+from engine.plan import StepPlan, encode_rows, read_plan
+from engine.protocol import Abort, AbortReason, DecodedItem, MediaEnd
 from engine.rank.worker import Worker
 from engine.rank_status import STATUS_BYTES, EncoderFigures, StatusBlock
+from tests.support.edge.http_edge import until
 from tests.support.engine.core_loop import running
+from tests.support.engine.media import MEMORY
 from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 GROUPS = (KVGroup(0, "full", (0,), 1, 64, None),)
 STEP_S = 0.05
-RECORDS = 8  # of a picture
+PIECES = 8  # of a picture
 TOKENS = 60
 
 
@@ -44,12 +47,12 @@ class SlowDevice:
 
     @property
     def encode_stage(self) -> Any:
-        return SimpleNamespace(figures=EncoderFigures(), advance=self.advance)
+        return SimpleNamespace(figures=EncoderFigures(), advance=self.advance, read=0)
 
     def advance(self) -> bool:
         return False
 
-    def launch(self, data: bytes, masks: bytes = b"", media: object = None) -> "SlowStep":
+    def launch(self, data: bytes, masks: bytes = b"") -> "SlowStep":
         plan, now = read_plan(data), time.monotonic()
         if self.free_at:
             self.idle_s.append(max(0.0, now - self.free_at))
@@ -90,14 +93,13 @@ class Wires:
 
 
 @contextmanager
-def wires(media: int = 1 << 16) -> Iterator[Wires]:
-    """media: bytes of data in that ring."""
-    sizes = {"plan": 1 << 16, "masks": 1 << 16, "media": media, "result": 1 << 16}
-    rings = [create_shared(name, ring_bytes(1, size)) for name, size in sizes.items()]
-    by_name = dict(zip(("plan", "masks", "media", "result"), rings, strict=True))
-    args = BootArgs(index=0, tp=1, parent=0, lifeline=-1, status=-1, reduce=-1, front=-1, store="", spin=0, **by_name)
+def wires() -> Iterator[Wires]:
+    names = ("plan", "masks", "result")
+    rings = {name: create_shared(name, ring_bytes(1, 1 << 16)) for name in names}
+    absent = dict.fromkeys(("lifeline", "status", "reduce", "front"), -1)
+    args = BootArgs(index=0, tp=1, parent=0, store="", spin=0, media=MEMORY.fd, **absent, **rings)
     yield Wires(args, StatusBlock(memoryview(bytearray(2 * STATUS_BYTES))))
-    for ring in rings:
+    for ring in rings.values():
         os.close(ring)
 
 
@@ -106,7 +108,8 @@ def late(worker: Callable[[SlowDevice, Wires], Worker]) -> float:
     device, scheduler = SlowDevice(), scheduler_of(SchedulerConfig(GROUPS, (8,), 2, 256, 64))
     with wires() as ends:
         ranks = threading.Thread(target=worker(device, ends).run)
-        with running(lambda sock: Core(scheduler, RingExecutor(ends.args), FrontLink(sock), ends, Waiter(), None)) as front:  # type: ignore[arg-type]
+        executor = RingExecutor(ends.args, ends.status)
+        with running(lambda sock: Core(scheduler, executor, FrontLink(sock), ends, Waiter(), None)) as front:  # type: ignore[arg-type]
             ranks.start()
             front.send(request_of(1, [1] * 10, TOKENS))
             front.until_ended(1)
@@ -146,78 +149,90 @@ def test_a_loop_that_drains_is_seen() -> None:
 
 @dataclass
 class Reading(SlowDevice):
-    """Reads media as an encode stage does. read: records that were read when each step was launched; read_at: when the last was."""
+    """Reads media as an encode stage does. read: pieces that were read when each step was launched; read_at: when the last was."""
 
-    data: bytearray = field(default_factory=lambda: bytearray(RECORDS * RECORD_BYTES))
+    data: bytearray = field(default_factory=lambda: bytearray(PIECES * PIECE_BYTES))
     read: list[int] = field(default_factory=list)
-    records: int = 0
+    pieces: int = 0
+    encodes: int = 0
     read_at: float = 0.0
-    media: MediaReader | None = None
+    media: MediaReader = field(default_factory=lambda: MediaReader(MEMORY.fd))
     blocking: bool = False
+    pause_s: float = 0.0
+
+    @property
+    def encode_stage(self) -> Any:
+        read = self.encodes - bool(self.media.left)
+        return SimpleNamespace(figures=EncoderFigures(), advance=self.advance, read=read)
 
     def advance(self) -> bool:
-        if self.media is None or not self.media.left:
-            return False
-        if self.blocking:
-            left = len(self.media.left)
-            self.media.finish()
-            self.records += left
-            return True
+        time.sleep(self.pause_s if self.media.left else 0)
+        before = len(self.media.left)
         moved = self.media.advance()
-        self.records += moved
-        self.read_at = time.monotonic()
+        if self.blocking:
+            self.media.finish()
+        self.pieces += before - len(self.media.left)
+        if moved:
+            self.read_at = time.monotonic()
         return moved
 
-    def launch(self, data: bytes, masks: bytes = b"", media: MediaReader | None = None) -> "SlowStep":
-        self.read.append(self.records)
-        if len(read_plan(data).encodes):
-            assert media is not None
-            (item,) = media.items()
-            assert len(self.data) == item.shape[0]
-            self.media = media
-            media.read_into([memoryview(self.data)])
+    def launch(self, data: bytes, masks: bytes = b"") -> "SlowStep":
+        self.read.append(self.pieces)
+        for item in read_plan(data).media:
+            self.encodes += 1
+            self.media.read_into(memoryview(self.data), item.place)
         return super().launch(data, masks)
 
 
-PICTURE = MediaItem(
-    0, 4, bytes(32), (), "image", (RECORDS * RECORD_BYTES,), bytes(range(256)) * (RECORDS * RECORD_BYTES // 256)
-)
+SHAPE = (PIECES * PIECE_BYTES,)
+PICTURE = DecodedItem(0, 4, bytes(32), (), "image", SHAPE, bytes(range(256)) * (PIECES * PIECE_BYTES // 256))
 
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_step_is_launched_while_media_are_read(blocking: bool) -> None:
-    """The next plan, which is there already, is launched after a record (planted fault: after all of them)."""
-    with wires(media=2 * len(PICTURE.data)) as ends:
-        core, device = RingExecutor(ends.args), Reading(blocking=blocking)
-        core.submit(StepPlan(1, encodes=[(0, 0, 4, 0)], media=[PICTURE]))
+    """The next plan, which is there already, is launched after a piece (planted fault: after all of them). All are read long before
+    the first step ends, and the core then knows."""
+    with wires() as ends:
+        core, device = RingExecutor(ends.args, ends.status), Reading(step_s=0.5, blocking=blocking)
+        core.submit(StepPlan(1, encodes=[(0, 0, 4, 0)], media=list(MEMORY.place([PICTURE]))))
         core.submit(StepPlan(2))
         core.submit(StepPlan(3, stop=True))
+        assert core.encodes_read == 0
         Worker(device, ends).run()  # type: ignore[arg-type]
-    assert (bytes(device.data), device.records) == (PICTURE.data, RECORDS)
-    assert device.read == [0, RECORDS if blocking else 1]
+        assert core.encodes_read == 1
+    assert (bytes(device.data), device.pieces) == (PICTURE.data, PIECES)
+    assert device.read == [0, PIECES if blocking else 1]
+    assert device.read_at < device.free_at - 1.5 * device.step_s
 
 
-def test_media_that_come_late_are_read_before_steps_end() -> None:
-    """With two steps launched a rank goes on reading while the core still writes: the last record long before the first step ends
-    (the ring has room for half of the data)."""
-    with wires(media=RECORDS // 2 * RECORD_BYTES) as ends:
-        core, device = RingExecutor(ends.args), Reading(step_s=1.0)
-        ranks = threading.Thread(target=Worker(device, ends).run)  # type: ignore[arg-type]
-        for step in (1, 2):
-            core._plans.write(step, encode_plan(StepPlan(step, encodes=[(0, 0, 4, 0)] * (step == 1))))
-        ranks.start()
-        write_media(core._media, [PICTURE])
-        core._plans.write(3, encode_plan(StepPlan(3, stop=True)))
+@pytest.mark.parametrize("fault", [False, True])
+def test_media_of_an_aborted_request_are_read_before_they_are_freed(fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is aborted while a rank reads for the plan in flight: it reads all data before they are freed (planted fault: the
+    core does not wait for ranks, and they read zeros)."""
+    if fault:
+        monkeypatch.setattr(MediaUses, "next_free", lambda self, read: self._unused.popleft()[1])
+    device, scheduler = Reading(step_s=0.01, pause_s=0.02), scheduler_of(SchedulerConfig(GROUPS, (8,), 2, 256, 64))
+    empty = MEMORY.held
+    (item,) = MEMORY.place([PICTURE])
+    with wires() as ends:
+        ranks, executor = threading.Thread(target=Worker(device, ends).run), RingExecutor(ends.args, ends.status)  # type: ignore[arg-type]
+        with running(lambda sock: Core(scheduler, executor, FrontLink(sock), ends, Waiter(), None)) as front:  # type: ignore[arg-type]
+            ranks.start()
+            front.send(request_of(1, [1] * 10, TOKENS, media=(item,)))
+            front.send(MediaEnd(item.place, item.place + item.size))
+            until(lambda: device.pieces > 0, "reading")
+            front.send(Abort(1, AbortReason.client_gone))
+            until(lambda: MEMORY.held == empty and not device.media.left, "freed, and read")
         ranks.join(10)
         assert not ranks.is_alive()
-    assert (bytes(device.data), device.records) == (PICTURE.data, RECORDS)
-    assert device.read_at < device.free_at - device.step_s
+    assert (bytes(device.data) == PICTURE.data) is not fault
+    assert device.data[:PIECE_BYTES] == PICTURE.data[:PIECE_BYTES]
 
 
 def test_steps_before_a_stop_are_finished() -> None:
     """Their results are published, though the stop plan was there before they were done."""
     with wires() as ends:
-        core = RingExecutor(ends.args)
+        core = RingExecutor(ends.args, ends.status)
         for plan in (StepPlan(1), StepPlan(2), StepPlan(3, stop=True)):
             core.submit(plan)
         Worker(SlowDevice(), ends).run()  # type: ignore[arg-type]

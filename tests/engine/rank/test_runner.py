@@ -9,12 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from engine.step_media import MediaReader
 from torch import Tensor
 
 from engine.config import engine_config
 from engine.logit_adjustments import LogitAdjustments
-from engine.plan import Admission, StepPlan, StepResult, encode_plan, read_plan, single_rows
+from engine.plan import Admission, PlanView, StepPlan, StepResult, encode_plan, read_plan, single_rows
 from engine.protocol import MAX_ALTERNATIVES, Logprobs, SamplingParams
 from engine.rank import runner as rank_runner
 from engine.rank.batch import ForwardBatch
@@ -22,13 +21,12 @@ from engine.rank.builder import Rank, build
 from engine.rank.runner import Runner
 from engine.rank.sampler import ResultRows
 from engine.rank.stages.report_stage import Launched
-from engine.step_masks import encode_masks
 from kernels.choose import ROW_ERROR
 from kernels.sampling_batch import SamplingBatch
 from tests.conftest import Nano
 from tests.support.engine.adjusted_logits import AdjustedSequence
 from tests.support.engine.plans import PageAppend, PrefillChunk, encoded, result_of, result_rows
-from tests.support.engine.ranks import media_of, run, single
+from tests.support.engine.ranks import run, single
 
 pytestmark = pytest.mark.cpu
 
@@ -102,21 +100,20 @@ def test_a_sum_that_failed_gives_no_tokens(runner: Runner, monkeypatch: pytest.M
         run(runner, StepPlan(2, rows=single_rows([0, 2])))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_media_are_read_before_masks_are_waited_for(rank: Rank, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's encodes begin, and its media are read, once it is launched; if it waits for masks, before: the core makes none while
-    the media's ring is full."""
+@pytest.mark.parametrize("reached", [False, True])
+def test_encodes_begin_behind_a_forward_that_needs_none(rank: Rank, reached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan's encodes begin once its step is launched, or before its forward if a chunk reads their rows."""
     made, phases, phase = build(rank, PAGES), list[str](), "forward"
 
-    def begun(slots: list[int], media: MediaReader) -> None:
-        assert slots == [3]
+    def begun(plan: PlanView) -> None:
+        assert plan.encodes[:, 0].tolist() == [3]
         phases.append(phase)
 
     monkeypatch.setattr(made.encode_stage, "encode", begun)
-    plan = msgspec.structs.replace(first_plan(), encodes=[(3, 200, 4, 0)], masked=masked)
-    step, phase = made.forward(encode_plan(plan), media_of()), "sample"
-    made.sample(step, encode_masks(plan.step, {}, 1) if masked else b"").finish()
-    assert phases == ["forward" if masked else "sample"]
+    monkeypatch.setattr(rank_runner, "reaches_encodes", lambda plan: reached)
+    step, phase = made.forward(encode_plan(msgspec.structs.replace(first_plan(), encodes=[(3, 200, 4, 0)]))), "sample"
+    made.sample(step).finish()
+    assert phases == ["forward" if reached else "sample"]
 
 
 def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,10 +229,10 @@ def test_hash_sees_plan_tokens_and_hidden_bits(rank: Rank, debug: bool) -> None:
         """One K or V value off by a little, where slot 2's first page lies."""
         launch = made.launch
 
-        def launched(data: bytes, masks: bytes = b"", media: MediaReader | None = None) -> Launched:
+        def launched(data: bytes, masks: bytes = b"") -> Launched:
             if read_plan(data).step == 2:
                 next(iter(made.slots.cache)).pool[0, 11, 0, 0, 0, 0] += 1e-4
-            return launch(data, masks, media)
+            return launch(data, masks)
 
         made.launch = launched  # type: ignore[method-assign]
 

@@ -15,6 +15,7 @@ from tests.gpu.exactness import DEVICE, RANKS
 from tests.nano.nano_shapes import SHAPES
 from tests.support.engine import drafters
 from tests.support.engine.answers import answers, requests, texts
+from tests.support.engine.media import MEMORY
 from tests.support.engine.plan_stream import logprob_error
 from tests.support.engine.plans import encoded
 from tests.support.engine.ranks import Ranks, run, single
@@ -43,7 +44,7 @@ def shown(member: str, seed: int = 0) -> list[GenerateRequest]:
     first, second, third = Prompt(ids[:20]).picture(small, image), Prompt([]).picture(wide, image), Prompt(ids).picture(clip, video)
     prompts = [first.text(ids[:9]), second.text(ids[:5]).picture(small, image).text(ids[:9]), third.text(ids[:3])]
     return [
-        msgspec.structs.replace(request(number), prompt=pack_tokens(prompt.ids), media=prompt.media)
+        msgspec.structs.replace(request(number), prompt=pack_tokens(prompt.ids), media=MEMORY.place(prompt.media))
         for number, prompt in enumerate(prompts, start=20)
     ]
 

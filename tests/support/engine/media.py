@@ -14,7 +14,8 @@ class MediaMemory:
     """A memory, and the front's way to it."""
 
     def __init__(self) -> None:
-        self.fd = create_shared("quartet-media", 0)
+        self._file = os.fdopen(create_shared("quartet-media", 0), "rb")
+        self.fd = self._file.fileno()
         self._writer = MediaWriter(self.fd)
 
     def place(self, media: Sequence[DecodedItem]) -> tuple[PlacedItem, ...]:
@@ -41,7 +42,7 @@ class MediaMemory:
 
     def close(self) -> None:
         self._writer.close()
-        os.close(self.fd)
+        self._file.close()
 
 
 MEMORY = MediaMemory()  # of ranks in this process, and of those that are started without a core
