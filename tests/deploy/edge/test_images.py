@@ -284,7 +284,7 @@ def test_what_takes_too_long_is_ended(edge: Edge, monkeypatch: pytest.MonkeyPatc
 
 def test_media_of_a_request_fit_its_message(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the engine could not be sent is refused with advice."""
-    monkeypatch.setattr("deploy.edge.media.media_preparer.MEDIA_BYTES", 500_000)
+    monkeypatch.setattr("deploy.edge.media.media_preparer.MAX_MEDIA_BYTES", 500_000)
     assert asked(edge, [image_url(BLUE, detail="low")])
     body = chat_body([image_url(BLUE)] * 2)
     reply = edge.post(CHAT, body)

@@ -10,9 +10,7 @@ import pytest
 from PIL import Image
 
 from deploy.edge.media import media_preparer
-from engine.front import media_queue
 from engine.front.turns import Turns
-from engine.protocol import MediaItem
 from tests.conftest import Nano
 from tests.support.edge.api_client import chat_body
 from tests.support.edge.edge_process import Cost, EdgeProcess
@@ -98,21 +96,3 @@ def test_choices_share_pixels(process: EdgeProcess) -> None:
     print(one, eight)
     assert eight.loop_held_s <= 0.020, eight
     assert eight.memory_mb < 1.5 * one.memory_mb + 20, (one, eight)
-
-
-def test_pixels_in_one_piece_for_each_choice_would_show() -> None:
-    """The queue sends them once for eight requests of one tuple. Planted: for a tuple each it sends eight times as much."""
-
-    def sent(shared: bool) -> tuple[int, int]:
-        items = (MediaItem(0, 1, b"", (), "image", (1,), bytes(2_000_000)),)
-        queue = media_queue.MediaQueue()
-        for request in range(8):
-            queue.add(items if shared else (items[0], items[0])[:1])
-            queue.follow(request, b"r")
-        frames = list(iter(queue.next, None))
-        return max(map(len, frames)), sum(map(len, frames))
-
-    largest, total = sent(shared=True)
-    assert largest < 600_000
-    assert total < 2_100_000
-    assert sent(shared=False)[1] > 16_000_000

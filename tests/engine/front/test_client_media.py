@@ -139,7 +139,7 @@ def test_an_end_while_media_are_written_leaves_nothing(fault: bool, monkeypatch:
     """Streams end, later ones too, and every descriptor and thread is closed (planted fault: the writer stays open)."""
     left = list[MediaWriter]()
     if fault:
-        monkeypatch.setattr(MediaWriter, "close", left.append)
+        monkeypatch.setattr(MediaWriter, "close", lambda self: left.append(self))  # noqa: PLW0108 (a builtin binds no self)
 
     async def story() -> None:
         client, core = await attached()
