@@ -92,7 +92,7 @@ class Core:
             planned = self._plan()  # before the front is sent to and read from: ranks wait for plans
             self._send()
             self._log.report(time.monotonic())
-            waits = self._scheduler.in_flight or self._masks.making
+            waits = self._scheduler.in_flight or self._masks.making or self._requests.media.is_any_unused
             self._idle = not (planned or committed or waits)
             received = self._read()
             self._free_media()
@@ -135,7 +135,6 @@ class Core:
                 self._report = True
 
     def _free_media(self) -> None:
-        """Frees what one request had: 2 ms for the largest."""
         media = self._requests.media
         if media.is_any_unused and (pages := media.next_free(self._executor.encodes_read)) is not None:
             self._executor.free_media(pages)

@@ -11,6 +11,8 @@ from collections import Counter, deque
 from engine.core.sequence import Sequence
 from engine.protocol import MediaEnd
 
+FREED_BYTES = 8 << 20  # at once: half a millisecond
+
 
 class PendingTransfers:
     def __init__(self) -> None:
@@ -77,14 +79,16 @@ class MediaUses:
         if self._uses[begin] or begin not in self._ends:
             return
         del self._uses[begin]
-        self._unused.append((self._transfers.begun, range(begin, self._ends.pop(begin))))
+        end = self._ends.pop(begin)
+        for piece in range(begin, end, FREED_BYTES):
+            self._unused.append((self._transfers.begun, range(piece, min(end, piece + FREED_BYTES))))
 
     @property
     def is_any_unused(self) -> bool:
         return bool(self._unused)
 
     def next_free(self, read: int) -> range | None:
-        """Memory to free now. `read`: transfers that every rank has read."""
+        """A piece of memory to free now. `read`: transfers that every rank has read."""
         if self._unused and self._unused[0][0] <= read:
             return self._unused.popleft()[1]
         return None

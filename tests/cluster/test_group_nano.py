@@ -1,10 +1,13 @@
 """The real group, nano 31B on the CPU at TP=2: it serves, ends with a name when its ranks differ, and leaves nothing behind."""
 
 import asyncio
+import os
 import re
+import signal
 import socket
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,11 +22,13 @@ from engine.core.prefix import extend_keys, root_key
 from engine.errors import EngineDead
 from engine.lifeline import RanksReady
 from engine.protocol import AbortReason, SamplingParams
-from tests.support.engine.drive import hashes, still
+from tests.nano.nano_shapes import SHAPES
+from tests.support.engine.drive import Request, ask_all, hashes, still
 from tests.support.engine.faulty_rank import faulty
-from tests.support.engine.groups import Held, end_of, read, running
+from tests.support.engine.groups import Held, end_of, read, running, send
 from tests.support.engine.kv_index import KvIndex
 from tests.support.engine.outputs import outputs
+from tests.support.judge.pictures import Prompt, pictures
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone, pytest.mark.usefixtures("forked_groups")]
 
@@ -48,6 +53,43 @@ def _nothing_left() -> Iterator[None]:
     before = Held.now()
     yield
     assert Held.now() == before
+
+
+def asked_about_pictures(count: int, seed: int) -> list[Request]:
+    """Each about two pictures of its own, 0.3 MB; every other reader leaves at once, or soon."""
+    image = SHAPES["31b"].media["<|image|>"]
+    requests = []
+    for number in range(count):
+        one, other = pictures((4, 5), (6, 3), seed=seed + number)
+        prompt = Prompt(PROMPT[:20]).picture(one, image).text([8, 9]).picture(other, image).text([10])
+        requests.append(Request(prompt.ids, GREEDY, leave_after=(0, None, 2, None)[number % 4], media=prompt.media))
+    return requests
+
+
+def held(group: Group) -> int:
+    """Bytes of media."""
+    return os.fstat(group.media).st_blocks * 512
+
+
+def test_media_are_freed_however_requests_end(config: EngineConfig) -> None:
+    """To their ends, or aborted while they wait or their pictures are read; a group that dies with some takes them along."""
+    group = Group.boot(config)
+
+    async def main() -> None:
+        async with running(group) as run, asyncio.timeout(120):
+            answers = await ask_all(run.client, asked_about_pictures(24, 0), 12)
+            ends = Counter(answer.end for answer in answers)
+            assert ends["length"] >= 12
+            while held(group):  # noqa: ASYNC110 - a test may poll
+                await asyncio.sleep(0.05)
+            streams = [run.client.generate(one.prompt, LONG, media=one.media) for one in asked_about_pictures(4, 100)]
+            while not held(group):  # noqa: ASYNC110 - a test may poll
+                await asyncio.sleep(0.001)
+            send("rank 1", signal.SIGKILL)(run)
+            for error, _ in await asyncio.gather(*map(end_of, streams)):
+                assert isinstance(error, EngineDead)
+
+    asyncio.run(main())
 
 
 def test_a_router_learns_the_pages_of_a_prompt(config: EngineConfig) -> None:

@@ -314,6 +314,16 @@ def test_media_memory_is_freed_once() -> None:
     assert uses.next_free(0) == range(8192, 12288)
 
 
+def test_much_memory_is_freed_in_pieces() -> None:
+    """All of it once, 8 MiB at a time."""
+    _, uses = uses_of(0)
+    uses.end(MediaEnd(4096, 4096 + (20 << 20)))
+    pieces = [uses.next_free(0) for _ in range(4)]
+    size = 8 << 20
+    begins = (4096, 4096 + size, 4096 + 2 * size)
+    assert pieces == [range(begins[0], begins[1]), range(begins[1], begins[2]), range(begins[2], begins[2] + size // 2), None]
+
+
 @pytest.mark.parametrize("fault", [False, True])
 def test_media_memory_is_read_before_it_is_freed(fault: bool) -> None:
     """A request that is aborted while a plan with its encode is in flight: every rank reads first (planted fault: transfers are
