@@ -1,7 +1,7 @@
 """One engine group: shared memory, and processes from boot to end.
 
     Group.boot(config)   memory -> spawn the ranks and the core -> handshake -> ready; or an error, with nothing left over
-    group.front_socket   where an EngineClient attaches; group.media, a descriptor, where it writes data of media
+    group.front_socket, group.media   where an EngineClient attaches
     group.adapter_sockets   where RankLinks attaches, one a rank
     group.close()        orderly; group.kill() at once
 

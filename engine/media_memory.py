@@ -22,7 +22,7 @@ class MediaWriter:
         self._end = 0
 
     def reserve(self, size: int) -> range:
-        """A new range of whole pages, with at least `size` bytes."""
+        """Whole pages."""
         pages = max(1, -(-size // mmap.PAGESIZE))
         reserved = range(self._end, self._end + pages * mmap.PAGESIZE)
         self._end = reserved.stop
@@ -30,7 +30,7 @@ class MediaWriter:
         return reserved
 
     def write(self, place: int, data: Iterable[bytes]) -> None:
-        """One after the other from `place` on. Slow. OSError: no memory is left."""
+        """Slow. OSError: no memory."""
         for each in data:
             left = memoryview(each)
             while left:

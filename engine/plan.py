@@ -57,6 +57,7 @@ MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has:
 _PLAN = struct.Struct(f"<4xIQ{len(SECTIONS) + 3}I{4 * (HEADER - COUNTS - len(SECTIONS) - 3)}x")
 _encode = msgspec.msgpack.Encoder().encode
 _decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int, int]]).decode
+_NONE = _encode(())
 _decode_media = msgspec.msgpack.Decoder(tuple[PlacedItem, ...]).decode
 _RESULT = struct.Struct("<IQIII")
 _LOGPROBS_BYTES = 13 + 15 * MAX_ALTERNATIVES  # that Logprobs take at most
@@ -250,8 +251,8 @@ def read_plan(data: bytes) -> PlanView:
     media_start = 4 * end + size
     if media_start + media_size != len(data):
         raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {media_start + media_size}")
-    admitted = _decode_admissions(memoryview(data)[4 * end : media_start]) if size else []
-    media = _decode_media(memoryview(data)[media_start:]) if media_size else ()
+    admitted = _decode_admissions(memoryview(data)[4 * end : media_start] or _NONE)
+    media = _decode_media(memoryview(data)[media_start:] or _NONE)
     admissions = tuple(
         Admission(slot, number, _ids(tokens), prompt, params, cached, adapter)
         for slot, number, tokens, prompt, params, cached, adapter in admitted

@@ -94,7 +94,10 @@ class MediaItem(FrozenStruct):
     @property
     def size(self) -> int:
         """Bytes of its data."""
-        return math.prod(self.shape) * (4 if self.kind == "audio" else 1)
+        values = math.prod(self.shape)
+        if self.kind == "audio":
+            return 4 * values
+        return values
 
     @property
     def runs(self) -> Spans:

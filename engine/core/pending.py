@@ -55,8 +55,8 @@ class PendingTransfers:
 
 
 class MediaUses:
-    """Frees media memory once no request has it, and no further one will (MediaEnd), and every rank has
-    read the transfers that were begun until then. Uses are counted by the begin of the memory."""
+    """Frees media memory, known by its begin, after its last request, once every rank has read the
+    transfers begun until then."""
 
     def __init__(self, transfers: PendingTransfers) -> None:
         self._transfers = transfers

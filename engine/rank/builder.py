@@ -46,7 +46,7 @@ from kernels.table_check import COPIED_ENTRY
 @dataclass(frozen=True)
 class Rank:
     """A rank with loaded weights. failed_checks: parts of attention; fallbacks: sentences; adapters: set if some may be loaded
-    while it serves; media: descriptor of the media memory."""
+    while it serves."""
 
     config: EngineConfig
     geometry: Geometry
@@ -60,7 +60,7 @@ class Rank:
     encoders: Mapping[MediaKind, MediaEncoder]
     adapters: AdapterStore | None = None
     kv_scales: Mapping[int, torch.Tensor] = field(default_factory=dict)  # by layer
-    media: int = -1
+    media: int = -1  # descriptor of the media memory
 
     @property
     def weight_bytes(self) -> int:

@@ -132,7 +132,12 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("steps-in-flight-are-dropped-at-stop", "engine/rank/test_overlap.py",
          "while running or self._launched:", "while running:"),
         ("idle-time-is-lost", "engine/rank/test_worker.py", "launched.idle_us + ", ""),
-        ("media-wait-for-a-step", "engine/rank/test_overlap.py", " and not self._media.left", ""),
+        ("ranks-say-late-what-they-have-read", "engine/rank/test_overlap.py",
+         "self._runner.encode_stage.read)", "0)"),
+    ),
+    "engine/core/pending.py": (
+        ("media-are-freed-unread", "engine/core/test_media.py", " and self._unused[0][0] <= read", ""),
+        ("media-end-with-their-first-request", "engine/core/test_media.py", "self._uses[begin] or begin not in", "begin not in"),
     ),
     "engine/core/draft_policy.py": (
         ("times-keep-what-prompts-added", "engine/core/test_draft_policy.py",

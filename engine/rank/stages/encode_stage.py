@@ -203,7 +203,10 @@ class EncodeStage:
         return EncodeShare(encoder, items, own_inputs, counts)
 
     def _memory(self, item: PlacedItem) -> Tensor:
-        dtype = torch.float32 if item.kind == "audio" else torch.uint8
+        if item.kind == "audio":
+            dtype = torch.float32
+        else:
+            dtype = torch.uint8
         return torch.empty(item.shape, dtype=dtype, pin_memory=self._stream is not None)
 
     def _gathered_rows(self, share: EncodeShare) -> Tensor:
