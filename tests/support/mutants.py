@@ -195,7 +195,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     "deploy/edge/serving/job_run.py": (
         ("cached-tokens-of-choices-are-the-most", "deploy/edge/test_api.py", "sum(min(cached[", "sum(max(cached["),
-        ("choices-share-media-bytes", "deploy/edge/test_images.py", "choices * sum(len(", "sum(len("),
+        ("choices-share-media-bytes", "deploy/edge/test_images.py", "choices * sum(item.size", "sum(item.size"),
     ),
     "deploy/edge/serving/http_answer.py": (
         ("slow-client-is-waited-for", "deploy/edge/test_streams.py",
@@ -354,9 +354,10 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("part-of-a-record-is-read", "engine/test_channel.py", "whole = len(payload) == size and checksum(", "whole = checksum("),
     ),
     "engine/rank/stages/encode_stage.py": (
-        ("media-are-not-waited-for", "engine/rank/test_encode_stage.py", "            self._media.finish()", "            pass"),
+        ("media-are-not-waited-for", "engine/rank/test_encode_stage.py", "        self._media.finish()", "        pass"),
         ("steps-wait-for-media", "engine/rank/test_encode_stage.py",
-         "            return self._media.advance()", "            return self._media.finish() is None"),
+         "        if self._media.advance():", "        if self._media.left and self._media.finish() is None:"),
+        ("every-rank-reads-all", "engine/rank/test_encode_stage.py", "places += accumulate((one.nbytes", "places += accumulate((0"),
         ("items-that-end-are-kept", "engine/rank/test_encode_stage.py",
          "if left.item.end > chunk.end]", "if left.item.end >= chunk.end]"),
     ),
