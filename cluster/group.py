@@ -43,18 +43,16 @@ logger = logging.getLogger(__name__)
 class Group:
     """Boot it from a thread that outlives the group: children die with it."""
 
-    def __init__(
-        self, config: EngineConfig, attention: AttentionChoice, front: socket.socket, media: int, status: memoryview
-    ) -> None:
+    def __init__(self, config: EngineConfig, attention: AttentionChoice, front: socket.socket, shared: Mapping[str, int]) -> None:
         self.config = config
         self.attention = attention
         self.front_socket = front
-        self.media = media
+        self.media = os.dup(shared["media"])
         self.adapter_sockets: list[socket.socket] = []
         self.children: list[Child] = []
         self.pages: tuple[int, ...] = ()
-        self._memory = status
-        self._status = StatusBlock(status)
+        self._memory = map_shared(shared["status"])
+        self._status = StatusBlock(self._memory)
         self._last: list[RankStatus] | None = None
         self._lock = threading.Lock()
 
@@ -66,7 +64,7 @@ class Group:
         config = msgspec.structs.replace(config, attention_decode=attention.decode, attention_extend=attention.extend)
         with _shared(config) as shared:
             front, core = socket.socketpair()
-            group = cls(config, attention, front, os.dup(shared["media"]), map_shared(shared["status"]))
+            group = cls(config, attention, front, shared)
             try:
                 with core:
                     group._spawn(shared, core, command)

@@ -20,6 +20,7 @@ _LENGTH = struct.Struct("<I")
 
 JsonObject = dict[str, Any]  # as it is decoded, or as it will be encoded
 MediaKind = Literal["image", "video", "audio"]
+_ITEM_BYTES: dict[MediaKind, int] = {"image": 1, "video": 1, "audio": 4}  # of data: uint8, or float32
 Spans = tuple[tuple[int, int], ...]  # [begin, end) of each
 
 
@@ -78,7 +79,7 @@ class SamplingParams(FrozenStruct, kw_only=True, omit_defaults=True):
 
 
 class MediaItem(FrozenStruct):
-    """A medium in a prompt, at tokens [first, first + length). `shape`: of its data, uint8 or, for audio, float32."""
+    """A medium in a prompt, at tokens [first, first + length). `shape`: of its data."""
 
     first: int
     length: int
@@ -94,10 +95,7 @@ class MediaItem(FrozenStruct):
     @property
     def size(self) -> int:
         """Bytes of its data."""
-        values = math.prod(self.shape)
-        if self.kind == "audio":
-            return 4 * values
-        return values
+        return math.prod(self.shape) * _ITEM_BYTES[self.kind]
 
     @property
     def runs(self) -> Spans:

@@ -92,10 +92,11 @@ class Core:
             planned = self._plan()  # before the front is sent to and read from: ranks wait for plans
             self._send()
             self._log.report(time.monotonic())
-            waits = self._scheduler.in_flight or self._masks.making or self._requests.media.is_any_unused
+            waits = self._scheduler.in_flight or self._masks.making or self._requests.media.unused
             self._idle = not (planned or committed or waits)
             received = self._read()
-            self._free_media()
+            if self._requests.media.unused:
+                self._free_media()
             if planned or committed or received:
                 self._waiter.reset()
             elif waits:
@@ -135,8 +136,7 @@ class Core:
                 self._report = True
 
     def _free_media(self) -> None:
-        media = self._requests.media
-        if media.is_any_unused and (pages := media.next_free(self._executor.encodes_read)) is not None:
+        if (pages := self._requests.media.next_free(self._executor.encodes_read)) is not None:
             self._executor.free_media(pages)
 
     def _change_adapter(self, change: AdapterChange) -> None:

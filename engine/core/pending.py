@@ -62,7 +62,7 @@ class MediaUses:
         self._transfers = transfers
         self._uses = Counter[int]()
         self._ends: dict[int, int] = {}
-        self._unused = deque[tuple[int, range]]()  # (transfers that were begun before, memory)
+        self.unused = deque[tuple[int, range]]()  # (transfers that were begun before, memory)
 
     def add(self, begin: int) -> None:
         self._uses[begin] += 1
@@ -81,14 +81,10 @@ class MediaUses:
         del self._uses[begin]
         end = self._ends.pop(begin)
         for piece in range(begin, end, FREED_BYTES):
-            self._unused.append((self._transfers.begun, range(piece, min(end, piece + FREED_BYTES))))
-
-    @property
-    def is_any_unused(self) -> bool:
-        return bool(self._unused)
+            self.unused.append((self._transfers.begun, range(piece, min(end, piece + FREED_BYTES))))
 
     def next_free(self, read: int) -> range | None:
         """A piece of memory to free now. `read`: transfers that every rank has read."""
-        if self._unused and self._unused[0][0] <= read:
-            return self._unused.popleft()[1]
+        if self.unused and self.unused[0][0] <= read:
+            return self.unused.popleft()[1]
         return None

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import monotonic, monotonic_ns
 from typing import cast
 
@@ -346,12 +347,12 @@ class EngineClient(asyncio.Protocol):
         self._write(b"".join([*placement.messages, frame(encode_message(placement.end))]))
 
 
-def _placed(media: Sequence[DecodedItem], place: int) -> tuple[PlacedItem, ...]:
-    placed = []
-    for item in media:
-        placed.append(PlacedItem(item.first, item.length, item.digest, item.spans, item.kind, item.shape, place))
-        place += item.size
-    return tuple(placed)
+def _placed(media: Sequence[DecodedItem], begin: int) -> tuple[PlacedItem, ...]:
+    places = accumulate((item.size for item in media), initial=begin)
+    return tuple(
+        PlacedItem(item.first, item.length, item.digest, item.spans, item.kind, item.shape, place)
+        for item, place in zip(media, places, strict=False)
+    )
 
 
 def _error_of(output: Output, said: str) -> QuartetError:

@@ -68,7 +68,7 @@ class Rank:
         return sum(parameter.nbytes for model in models if model is not None for parameter in model.parameters())
 
 
-def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *, checked: bool = True) -> Rank:
+def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *, checked: bool = True, media: int = -1) -> Rank:
     """Load this rank's shard of `config.model`; empty on meta. checked: run `start_checks`. A collective call."""
     if device.type == "cpu":
         torch.set_num_threads(1)  # ranks share the cores; results must not depend on how many there are
@@ -101,7 +101,8 @@ def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *,
     else:
         scales = {}
     return Rank(
-        config, text.geometry, device, parallel, model, inboxes, failed_checks, fallbacks, assistant, of_media, adapters, scales
+        config, text.geometry, device, parallel, model, inboxes, failed_checks, fallbacks, assistant, of_media,
+        adapters, scales, media,
     )
 
 

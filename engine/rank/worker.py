@@ -11,7 +11,6 @@ import gc
 import socket
 import time
 from collections import deque
-from dataclasses import replace
 
 import torch
 
@@ -44,7 +43,7 @@ def load(config: EngineConfig, args: BootArgs) -> Rank:
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # of steps, before encoders' kernels
     parallel = connect(args.index, args.tp, device, args.reduce, args.store, config.boot_timeout_s)
-    return replace(load_rank(config, parallel, device), media=args.media)
+    return load_rank(config, parallel, device, media=args.media)
 
 
 def boot(lifeline: Lifeline) -> Runner:

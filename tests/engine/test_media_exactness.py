@@ -227,8 +227,8 @@ def replay(config: EngineConfig, served: Served, size: int) -> None:
     """The same plans on a group of ranks give what one rank gave."""
 
     def on_thread(parallel: ThreadParallel) -> list[StepResult]:
-        rank = load_rank(msgspec.structs.replace(config, tp=size), parallel, torch.device("cpu"))
-        runner = build(replace(rank, media=MEMORY.fd), PAGES)
+        rank = load_rank(msgspec.structs.replace(config, tp=size), parallel, torch.device("cpu"), media=MEMORY.fd)
+        runner = build(rank, PAGES)
         return [run(runner, plan) for plan in served.plans]
 
     results = run_ranks(size, on_thread)[0]

@@ -136,7 +136,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "self._runner.encode_stage.read)", "0)"),
     ),
     "engine/core/pending.py": (
-        ("media-are-freed-unread", "engine/core/test_media.py", " and self._unused[0][0] <= read", ""),
+        ("media-are-freed-unread", "engine/core/test_media.py", " and self.unused[0][0] <= read", ""),
         ("media-end-with-their-first-request", "engine/core/test_media.py", "self._uses[begin] or begin not in", "begin not in"),
     ),
     "engine/core/draft_policy.py": (

@@ -27,6 +27,7 @@ from engine.rank.step_clock import DeviceEvent, Stopwatch, record_event
 from engine.rank.upload import uploaded
 from engine.rank_status import EncoderFigures
 
+_DTYPES: dict[MediaKind, torch.dtype] = {"image": torch.uint8, "video": torch.uint8, "audio": torch.float32}
 _COUNTED_AS: dict[MediaKind, str] = {"image": "images", "video": "frames", "audio": "clips"}
 
 
@@ -203,11 +204,7 @@ class EncodeStage:
         return EncodeShare(encoder, items, own_inputs, counts)
 
     def _memory(self, item: PlacedItem) -> Tensor:
-        if item.kind == "audio":
-            dtype = torch.float32
-        else:
-            dtype = torch.uint8
-        return torch.empty(item.shape, dtype=dtype, pin_memory=self._stream is not None)
+        return torch.empty(item.shape, dtype=_DTYPES[item.kind], pin_memory=self._stream is not None)
 
     def _gathered_rows(self, share: EncodeShare) -> Tensor:
         encoder = share.encoder

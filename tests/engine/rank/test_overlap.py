@@ -210,7 +210,7 @@ def test_media_of_an_aborted_request_are_read_before_they_are_freed(fault: bool,
     """The request is aborted while a rank reads for the plan in flight: it reads all data before they are freed (planted fault: the
     core does not wait for ranks, and they read zeros)."""
     if fault:
-        monkeypatch.setattr(MediaUses, "next_free", lambda self, read: self._unused.popleft()[1])
+        monkeypatch.setattr(MediaUses, "next_free", lambda self, read: self.unused.popleft()[1])
     device, scheduler = Reading(step_s=0.01, pause_s=0.02), scheduler_of(SchedulerConfig(GROUPS, (8,), 2, 256, 64))
     empty = MEMORY.held
     (item,) = MEMORY.place([PICTURE])

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import IO, Self
 
 import msgspec
@@ -205,7 +204,7 @@ class Ranks:
 
 def single(config: EngineConfig) -> Rank:
     """A group of one in this process, loaded; `build(rank, pages)` makes runners of it."""
-    return replace(load_rank(config, Single(), torch.device(config.device)), media=MEMORY.fd)
+    return load_rank(config, Single(), torch.device(config.device), media=MEMORY.fd)
 
 
 def run(runner: Runner, plan: StepPlan, masks: bytes = b"") -> StepResult:

@@ -73,4 +73,4 @@ def check_freed(machine: KVMachine, uses: MediaUses) -> None:
     machine.free_from(uses)
     left = {**uses._uses, **uses._ends}
     assert not left, f"media memory is left: {left}"
-    assert not uses.is_any_unused
+    assert not uses.unused
