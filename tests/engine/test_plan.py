@@ -7,7 +7,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from engine.channel import create_shared, map_shared
 from engine.logit_adjustments import MAX_ALLOWED_IDS, MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS, LogitAdjustments
+from engine.memory import ENCODER_ROWS
 from engine.plan import (
+    _MEDIA_BYTES,
     COUNTS,
     HEADER,
     MAX_PARAMS,
@@ -42,8 +44,19 @@ from engine.plan import (
     single_rows,
     with_time,
 )
-from engine.protocol import MAX_ALTERNATIVES, MAX_STOP_IDS, Logprobs, PromptLogprobs, SamplingParams, token_bytes
+from engine.protocol import (
+    MAX_ALTERNATIVES,
+    MAX_MEDIA_BYTES,
+    MAX_STOP_IDS,
+    Logprobs,
+    MediaKind,
+    PlacedItem,
+    PromptLogprobs,
+    SamplingParams,
+    token_bytes,
+)
 from engine.rank_status import STATUS_BYTES, EncoderFigures, RankStatus, StatusBlock
+from engine.vision_geometry import SIDE
 from tests.support.engine.plans import (
     KINDS,
     DecodeRow,
@@ -98,12 +111,18 @@ PARAMS = st.builds(
 
 TOKENS = st.lists(INT32, max_size=40)
 ADMISSION = lists(Admission, INT32, st.integers(0, 2**63 - 1), TOKENS, SMALL, PARAMS, SMALL, st.integers(-1, 63))
+RUNS = st.lists(st.tuples(INT32, INT32), max_size=3).map(tuple)
+SHAPES = st.lists(SMALL, max_size=4).map(tuple)
+PLACED = lists(
+    PlacedItem, INT32, SMALL, st.binary(min_size=32, max_size=32), RUNS, st.sampled_from(get_args(MediaKind)), SHAPES,
+    st.integers(0, 2**63 - 1),
+)  # fmt: skip
 PLANS = st.builds(
     StepPlan, step=st.integers(0, 2**64 - 1), stop=st.booleans(), releases=lists(PageRelease, INT32, INT32, INT32, INT32),
     admissions=ADMISSION, appends=lists(PageAppend, INT32, INT32, INT32, INT32), zeros=lists(PageZero, INT32, INT32),
     chunks=lists(PrefillChunk, INT32, INT32, INT32, INT32, INT32, INT32), masked=st.booleans(),
     rows=lists(DecodeRow, INT32, INT32, st.sampled_from([0, ROW_MASKED])), spans=lists(Span, INT32, INT32),
-    encodes=lists(Encode, INT32, INT32, INT32, INT32),
+    encodes=lists(Encode, INT32, INT32, INT32, INT32), media=PLACED,
 )
 LOGPROBS = st.builds(Logprobs, FLOAT32, st.lists(st.tuples(INT32, FLOAT32), max_size=5))
 GIVEN = st.lists(st.tuples(INT32, LOGPROBS), max_size=4)  # tokens, and their logprobs
@@ -156,6 +175,20 @@ def test_the_largest_admission_is_bounded() -> None:
     assert size(1) <= MAX_PARAMS < size(2)
 
 
+def test_the_largest_media_are_bounded() -> None:
+    """Pictures of a soft token each, as many as a step encodes, and a film of as many frames as a request's bytes allow; the same
+    film and four times as many pictures would be too many."""
+
+    def size(times: int) -> int:
+        frames, place = MAX_MEDIA_BYTES // (SIDE * SIDE * 3), 1 << 40
+        spans = tuple((500_000 + 2 * frame, 500_001 + 2 * frame) for frame in range(frames))
+        film = PlacedItem(500_000, 2 * frames, bytes(32), spans, "video", (frames, SIDE, SIDE, 3), place)
+        one = PlacedItem(500_000, 1, bytes(32), ((500_000, 500_001),), "image", (SIDE, SIDE, 3), place)
+        return len(encode_plan(StepPlan(1, media=[film, *[one] * ENCODER_ROWS * times]))) - len(encode_plan(StepPlan(1)))
+
+    assert size(1) <= _MEDIA_BYTES < size(4)
+
+
 @given(PLANS)
 def test_a_rank_reads_sections_in_place(plan: StepPlan) -> None:
     """The arrays that a rank reads are the plan's rows, and header and sections are one run of int32 at the record's start."""
@@ -165,7 +198,10 @@ def test_a_rank_reads_sections_in_place(plan: StepPlan) -> None:
     assert view.fixed.tobytes() == data[: view.fixed.nbytes]
     assert view.fixed[STEP] == np.uint32(plan.step & 0xFFFFFFFF).view(np.int32)
     sections = [getattr(view, name) for name in SECTIONS]
-    assert view.fixed[COUNTS : COUNTS + len(SECTIONS) + 1].tolist() == [*map(len, sections), len(data) - view.fixed.nbytes]
+    *counts, admissions, drafts, media = view.fixed[COUNTS : COUNTS + len(SECTIONS) + 3].tolist()
+    assert (counts, drafts) == ([*map(len, sections)], plan.drafts)
+    assert admissions + media == len(data) - view.fixed.nbytes
+    assert (media > 0) == bool(plan.media)
     assert np.array_equal(view.fixed[HEADER:], np.concatenate([section.ravel() for section in sections]))
     for name, section in zip(SECTIONS, sections, strict=True):
         assert section.tolist() == [list(row) for row in getattr(plan, name)]
@@ -274,9 +310,11 @@ def test_status_fields_have_one_writer_each() -> None:
     block.progress(1, launched=7, finished=6, now_ns=2**63, state_hash=0xFFFFFFFF)
     block.heartbeat(1, 99)
     block.device(1, busy_us=4500, idle_us=2**63, late_compilations=65535)
+    block.read_encodes(1, 12)
     figures = EncoderFigures(*(2**64 - number for number in range(1, 12)))
     block.encoder(1, figures)
-    expected = RankStatus(7, 6, 2**63, 99, 4500, 2**63, 65535, hashes={6: 0xFFFFFFFF}, encoder=figures)
+    assert block.encodes_read(1) == 12
+    expected = RankStatus(7, 6, 2**63, 99, 4500, 2**63, 65535, 12, hashes={6: 0xFFFFFFFF}, encoder=figures)
     assert block.read(1) == expected
     block.heartbeat(1, 100)
     assert block.read(1) == expected._replace(heartbeat_ns=100)
