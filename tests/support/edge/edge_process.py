@@ -204,6 +204,7 @@ def main() -> None:
     with Edge(Path(folder), max_len=int(max_len), media=frozenset({"image", "video", "audio"})) as edge:
         FAULTS[fault](edge)
         edge.core.forever, edge.core.delay_s = True, 0.01
+        edge.core.reads_media = False  # here it costs nothing
         gc.collect()
         gc.freeze()  # as a replica does
         meter = _Meter()

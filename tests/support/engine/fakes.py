@@ -16,6 +16,7 @@ from engine.front.stream import Clock, Stream
 from engine.protocol import (
     Abort,
     AbortReason,
+    DecodedItem,
     FinishReason,
     FrameReader,
     FrontMessage,
@@ -52,6 +53,8 @@ class FakeCore:
         self._sock.setblocking(False)
         self._frames = FrameReader()
         self.memory = MediaMemory()
+        self.reads_media = True  # else requests have the places of theirs
+        self._decoded: dict[int, tuple[DecodedItem, ...]] = {}  # by the begin of their memory
         self._pending: list[FrontMessage] = []
         self._step = 0
         self._sending = asyncio.Lock()
@@ -70,10 +73,12 @@ class FakeCore:
         """Queue a message for the test; a request has its media with it."""
         match message:
             case MediaEnd():
+                self._decoded.pop(message.begin, None)
                 self.memory.free(message.begin, message.end)
-            case GenerateRequest():
-                media = tuple(map(self.memory.decoded, message.media))
-                self._pending.append(msgspec.structs.replace(message, media=media))
+            case GenerateRequest(media=[first, *_]) if self.reads_media:
+                if first.place not in self._decoded:
+                    self._decoded[first.place] = tuple(map(self.memory.decoded, message.media))
+                self._pending.append(msgspec.structs.replace(message, media=self._decoded[first.place]))
             case _:
                 self._pending.append(message)
 
