@@ -39,7 +39,7 @@ class RingExecutor:
 
     @property
     def encodes_read(self) -> int:
-        """Plans with encodes since boot of which every rank has read the media."""
+        """Plans with encodes whose media every rank has read."""
         return min(self._status.encodes_read(rank) for rank in range(self._args.tp))
 
     def free_media(self, pages: range) -> None:
