@@ -15,7 +15,9 @@ from engine.config import EngineConfig, engine_config
 from engine.rank import compile_ahead
 from engine.rank.compile_ahead import CompileArgs, launches
 from tests.nano.random_models import model_folder
+from tests.support import forked
 from tests.support.engine import drafters
+from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.cpu
 
@@ -79,12 +81,13 @@ def test_a_boot_finds_what_was_compiled(tmp_path: Path, changes: dict[str, Any])
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     encoded = [msgspec.json.encode(args(asked, share, 2, os.getpid())).decode() for share in range(2)]
     command = [sys.executable, "-m", "engine.rank.compile_ahead"]
-    compilers = [subprocess.Popen([*command, text], env=environment) for text in encoded]
+    compilers = [forked.Popen([*command, text], cwd=ROOT, env=environment) for text in encoded]
     assert [process.wait(500) for process in compilers] == [0, 0]
 
     def boot(*options: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "tests.support.engine.idle_boot", msgspec.json.encode(asked).decode(), *options]
-        return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+        with forked.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as process:
+            return json.loads(process.communicate(timeout=500)[0])
 
     wrong = boot("as they are launched")
     right = boot()
