@@ -41,12 +41,12 @@ def test_shares_have_all_that_a_rank_launches(member: str, tp: int, tmp_path: Pa
     """Together they list the variants of the whole, each once a share; decode steps, prefills, samplers, drafts, sums over ranks
     and encoders among them. Planted fault: without one share some are missing."""
     asked = config(member, tmp_path, tp)
-    whole = {launch.variant for launch in launches(args(asked))}
+    listed_once = launches(args(asked))
+    whole = {launch.variant for launch in listed_once}
     listed = [[launch.variant for launch in launches(args(asked, share, SHARES))] for share in range(SHARES)]
     assert all(len(share) == len(set(share)) for share in listed)
     assert set().union(*listed) == whole
     assert not set().union(*listed[1:]) >= whole
-    listed_once = launches(args(asked))
     names = {launch.kernel for launch in listed_once}
     assert {"_gemv", "_gemm", "decode_kernel", "verify_kernel", "_extend", "_choose", "_accept", "_admit", "_attend"} <= names
     assert (tp in {launch.constexprs.get("SIZE") for launch in listed_once}) or tp == 1
