@@ -16,7 +16,8 @@
 PYTHON ?= python3
 CONFIG ?= deploy/nano.yaml
 PYTEST_ARGS ?=
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
+# One more than CPUs: some tests wait for most of their time.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
 
 # Where it is set, every process of a stack, and of its tests, would compile all modules anew.
 export PYTHONDONTWRITEBYTECODE :=

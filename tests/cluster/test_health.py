@@ -16,7 +16,7 @@ from engine.lifeline import Failed
 from engine.rank_status import RankStatus
 from tests.support.engine.fakes import fake_config
 
-pytestmark = [pytest.mark.pure, pytest.mark.alone]
+pytestmark = pytest.mark.pure
 
 S = 1_000_000_000
 NOW = 1000 * S

@@ -29,7 +29,7 @@ from tests.support.edge.http_edge import asgi_server
 from tests.support.stack.haproxy_process import PLAIN, haproxy
 from tests.support.stack.serve_process import free_port, wait
 
-pytestmark = [pytest.mark.pure, pytest.mark.skipif(haproxy_binary() is None, reason="no HAProxy here"), pytest.mark.alone]
+pytestmark = [pytest.mark.pure, pytest.mark.skipif(haproxy_binary() is None, reason="no HAProxy here")]
 
 
 def test_the_committed_errors_are_those_of_the_edge() -> None:

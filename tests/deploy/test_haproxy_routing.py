@@ -23,7 +23,7 @@ from deploy.routing import ConversationSettings, ServedName, routing_of
 from tests.support.edge.http_edge import asgi_server
 from tests.support.stack.serve_process import free_port, wait
 
-pytestmark = [pytest.mark.pure, pytest.mark.skipif(haproxy_binary() is None, reason="no HAProxy here"), pytest.mark.alone]
+pytestmark = [pytest.mark.pure, pytest.mark.skipif(haproxy_binary() is None, reason="no HAProxy here")]
 
 RESYNC_S = 11.0  # a new HAProxy asks for tables for 10 s before it is whole; a reload before that loses them
 CONFIG = """global

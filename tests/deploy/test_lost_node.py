@@ -18,7 +18,6 @@ from tests.support.stack.serve_process import wait
 
 pytestmark = [
     pytest.mark.pure,
-    pytest.mark.alone,
     pytest.mark.skipif(not CAN_MAKE, reason=REASON),
     pytest.mark.skipif(not PLAIN, reason="no HAProxy here"),
 ]

@@ -17,9 +17,9 @@ SEED = random.SystemRandom().randrange(1 << 30)
 
 _LATER = ("dropped page", "window + 1", "window - 1", "rope dims", "stale tail", "K as V", "lost sum")
 SLOW = dict.fromkeys(_LATER, pytest.mark.slow)  # their like is asked in the fast tier
-PREEMPTED = Setup("TP=2, pages of 16, preempted", tp=2, page=16, tight=True, budget=64)
+PREEMPTED = Setup("pages of 16, preempted", page=16, tight=True, budget=64)
 SETUPS = {
-    "31b": (PREEMPTED, Setup("TP=4", tp=4)),
+    "31b": (PREEMPTED, Setup("TP=2", tp=2), Setup("TP=4", tp=4)),
     "26b-a4b": (Setup("TP=2", tp=2),),
     "e2b": (Setup("TP=1, chunks of 64", budget=64),),
 }

@@ -289,7 +289,7 @@ def test_a_burst_waits_its_turn(stack: Stack) -> None:
 
 def test_a_newcomer_passes_a_crowd(stack: Stack) -> None:
     """Sixty streams of one address that nobody reads, at sixteen slots: another address' is answered with the second sixteen."""
-    body = json.dumps(LONG | {"max_tokens": 120}).encode()
+    body = json.dumps(LONG | {"max_tokens": 60}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     with ExitStack() as held, httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=60) as newcomer:
         crowd = [held.enter_context(socket.create_connection(("127.0.0.1", stack.port), timeout=60)) for _ in range(60)]

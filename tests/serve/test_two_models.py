@@ -153,7 +153,7 @@ def test_overload_of_one_is_not_the_others(stack: Stack) -> None:
     """The small model has four places and no queue: beyond them it refuses, while the large one answers all."""
     asked = ["small"] * STREAMS + ["large"] * STREAMS
     with ThreadPoolExecutor(len(asked)) as pool:
-        replies = list(pool.map(lambda name: chat(stack, name, max_tokens=200, ignore_eos=True), asked))
+        replies = list(pool.map(lambda name: chat(stack, name, max_tokens=80, ignore_eos=True), asked))
     assert {reply.status_code for reply in replies[:STREAMS]} == {200, 429}
     assert {reply.status_code for reply in replies[STREAMS:]} == {200}
 

@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 from tests.support.edge.api_client import chat_body, error_of
 from tests.support.edge.http_edge import Edge, Edges
 
-pytestmark = [pytest.mark.pure, pytest.mark.alone]
+pytestmark = pytest.mark.pure
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": chat_body(max_tokens=1),

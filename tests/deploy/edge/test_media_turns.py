@@ -47,7 +47,7 @@ def asked(edge: Edge, content: object, address: str, status: int = 200) -> float
 def test_films_of_one_client_stop_no_other(edge: Edge, fault: bool) -> None:
     """A body of 32 films: another client's pictures, and its texts, take at most twice as long as in quiet and 50 ms, half of the
     times. Planted: the films and the pictures are of one client."""
-    films = [part("video", film(moving(96, 640, 480), "libx264", "mp4"))] * 32
+    films = [part("video", film(moving(64, 640, 480), "libx264", "mp4"))] * 32
     picture = [part("image", PICTURE)]
     quiet, quiet_text = (sorted(asked(edge, content, "10.0.0.2") for _ in range(9))[4] for content in (picture, "Hello"))
     with ThreadPoolExecutor(1) as pool:

@@ -9,7 +9,7 @@ from deploy.edge.serving.job_run import TURN_BITS
 from tests.support.edge.api_client import chat_body, error_of
 from tests.support.edge.http_edge import Edge, Edges
 
-pytestmark = [pytest.mark.pure, pytest.mark.alone]
+pytestmark = pytest.mark.pure
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": chat_body(max_tokens=1),

@@ -15,7 +15,9 @@ from engine.config import EngineConfig, engine_config
 from engine.rank import compile_ahead
 from engine.rank.compile_ahead import CompileArgs, launches
 from tests.nano.random_models import model_folder
+from tests.support import forked
 from tests.support.engine import drafters
+from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.cpu
 
@@ -39,12 +41,12 @@ def test_shares_have_all_that_a_rank_launches(member: str, tp: int, tmp_path: Pa
     """Together they list the variants of the whole, each once a share; decode steps, prefills, samplers, drafts, sums over ranks
     and encoders among them. Planted fault: without one share some are missing."""
     asked = config(member, tmp_path, tp)
-    whole = {launch.variant for launch in launches(args(asked))}
+    listed_once = launches(args(asked))
+    whole = {launch.variant for launch in listed_once}
     listed = [[launch.variant for launch in launches(args(asked, share, SHARES))] for share in range(SHARES)]
     assert all(len(share) == len(set(share)) for share in listed)
     assert set().union(*listed) == whole
     assert not set().union(*listed[1:]) >= whole
-    listed_once = launches(args(asked))
     names = {launch.kernel for launch in listed_once}
     assert {"_gemv", "_gemm", "decode_kernel", "verify_kernel", "_extend", "_choose", "_accept", "_admit", "_attend"} <= names
     assert (tp in {launch.constexprs.get("SIZE") for launch in listed_once}) or tp == 1
@@ -79,12 +81,13 @@ def test_a_boot_finds_what_was_compiled(tmp_path: Path, changes: dict[str, Any])
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     encoded = [msgspec.json.encode(args(asked, share, 2, os.getpid())).decode() for share in range(2)]
     command = [sys.executable, "-m", "engine.rank.compile_ahead"]
-    compilers = [subprocess.Popen([*command, text], env=environment) for text in encoded]
+    compilers = [forked.Popen([*command, text], cwd=ROOT, env=environment) for text in encoded]
     assert [process.wait(500) for process in compilers] == [0, 0]
 
     def boot(*options: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "tests.support.engine.idle_boot", msgspec.json.encode(asked).decode(), *options]
-        return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+        with forked.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as process:
+            return json.loads(process.communicate(timeout=500)[0])
 
     wrong = boot("as they are launched")
     right = boot()

@@ -17,9 +17,9 @@ from engine.rank.load.adapter_tensors import map_adapter
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Single
 from tests.conftest import Nano
-from tests.support.engine.adapted import FAULT, LENGTHS, SLOTS, TOLERANCE, Case
+from tests.support.engine.adapted import FAULT, TOLERANCE, case_of
 from tests.support.engine.threads import run_ranks
-from tests.support.judge.oracle import judge, load_oracle
+from tests.support.judge.oracle import load_oracle
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -55,23 +55,15 @@ def saved(folder: Path, model: Path, settings: Mapping[str, Any], seed: int) -> 
     return adapted
 
 
-def case_of(member: str, folder: Path, made: Path) -> Case:
-    models = [saved(made / str(seed), folder, settings, seed) for seed, settings in enumerate(recipes(member))]
-    models.append(load_oracle(folder))
-    geometry = read_geometry(folder)
-    generator = torch.Generator().manual_seed(3)
-    ids = tuple(torch.randint(3, geometry.vocab, (sum(length),), generator=generator) for length in LENGTHS)
-    verdicts = tuple(judge(models[adapter], row) for adapter, row in zip(SLOTS, ids, strict=True))
-    return Case(folder, geometry, {"small": str(made / "0"), "large": str(made / "1")}, ids, verdicts)
-
-
 CASES = [("31b", 1), ("31b", 4), ("12b", 2), ("26b-a4b", 1), ("26b-a4b", 2), ("e2b", 1), ("e4b", 1)]
 
 
 @pytest.mark.parametrize(("member", "tp"), CASES)
 def test_logits_are_those_of_peft(nano: Nano, tmp_path: Path, member: str, tp: int) -> None:
     """Both adapters and a row of none in each step, within 1e-4; with the adapters exchanged they are a hundred times further."""
-    it = case_of(member, nano(member), tmp_path)
+    folder = nano(member)
+    models = [saved(tmp_path / str(seed), folder, settings, seed) for seed, settings in enumerate(recipes(member))]
+    it = case_of(folder, {"small": str(tmp_path / "0"), "large": str(tmp_path / "1")}, [*models, load_oracle(folder)])
     if tp == 1:
         found = it.run(Single())
     else:
