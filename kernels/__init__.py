@@ -7,7 +7,7 @@ Read `launch` first, then `activation` and `linear`.
     attention   qkv, decode, splitkv, verify (draft tokens), prefill, paged_attention (torch)
     towers      axial_rope, ragged_attention
     step        admissions, slots (plans, decode rows), chunks (prefill rows)
-    sampling    sample (formula), sampling_batch, adjust, choose, candidates (small top_k), filters
+    sampling    sample (formula), sampling_batch, adjust, choose, candidates (small top_k), filters, recheck (fp8 head)
     drafts      accept, clusters (a drafter's head)
     ranks       allreduce (CPU), sequence_parallel
     checks      selfcheck, inbox_check (ranks), table_check (page tables)

@@ -116,7 +116,7 @@ def kth_order(orders, count):
 
 
 @triton.jit
-def _in_top_k(orders, count):
+def in_top_k(orders, count):
     key = kth_order(orders, count)
     over = (orders > key).to(tl.int32)
     equal = (orders == key).to(tl.int32)
@@ -148,7 +148,7 @@ def _candidates(
     if _has_small_top_k(integers, floats, slot):
         block = tl.arange(0, WIDTH)
         orders = tl.where(block < NB, float_order(tl.load(peaks + row * NB + block, block < NB, float("-inf"))), -2147483648)
-        member = _in_top_k(orders, FEW)
+        member = in_top_k(orders, FEW)
         list_ = listed + row * SMALL
         tl.store(list_ + tl.cumsum(member.to(tl.int32), 0) - 1, block, member)
         tl.debug_barrier()
@@ -157,7 +157,7 @@ def _candidates(
         entry = tl.load(list_ + lane // BLOCK_IDS, live, 0) * BLOCK_IDS + lane % BLOCK_IDS
         live = live & (entry < N)
         x = scaled_logits(logits + row * N + entry, live, capped, row, tl.load(floats + slot * 3), cap, CAP)
-        kept = _in_top_k(tl.where(live, float_order(x), -2147483648), COUNT)
+        kept = in_top_k(tl.where(live, float_order(x), -2147483648), COUNT)
         out = best + row * SMALL * 2
         index = tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.store(out + index * 2, x, kept)
@@ -189,7 +189,7 @@ def _choose_candidates(
         top_p = tl.load(floats + 1)
         min_p = tl.load(floats + 2)
         peak = tl.max(x, 0)
-        left = _in_top_k(tl.where(live, float_order(x), -2147483648), top_k) & (x > float("-inf"))
+        left = in_top_k(tl.where(live, float_order(x), -2147483648), top_k) & (x > float("-inf"))
         mass = tl.where(left, tl.exp(x - peak), 0.0)
         total = tl.sum(mass, 0)
         left = left & (x >= tl.where(min_p > 0.0, peak + tl.log(tl.maximum(min_p, 1e-38)), float("-inf")))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 GPUS = {"l40s": 46068, "a100-40": 40960, "a100": 81920, "h100": 81559, "h200": 143771, "b200": 183359}
 SIZES = (
     "tp", "dtype", "kv_dtype", "max_seqs", "max_len", "prefill_budget", "language_model_only", "memory_fraction", "weights",
-    "max_adapters", "max_rank",
+    "head", "max_adapters", "max_rank",
 )  # fmt: skip
 Plan = dict[str, Any]  # as --json prints it
 CONTEXTS = (1024, 4096, 9216, 32768, 131072)

@@ -83,6 +83,8 @@ def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *,
         check_kernels(device)
     failed_checks, fallbacks = check_attention(parallel, config, device) if checked else ((), ())
     model: Model = _filled(text, source, parallel, dtype, device)
+    if config.head == "fp8":
+        model.head.add_fp8_copy()
     adapters = load_adapters(
         model, text.tensors, config.adapters, slots=config.max_adapters, max_rank=config.max_rank
     )

@@ -20,7 +20,8 @@ class Fp8Weight(Weight):
         super().__init__(shape, dtype, device)
         if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
             here = ".".join(map(str, capability))
-            raise ConfigError(f"fp8 weights need a GPU of compute capability 8.9 or later; this one has {here}: set weights: plain")
+            advice = "set weights: plain and head: bf16"
+            raise ConfigError(f"fp8 weights need a GPU of compute capability 8.9 or later; this one has {here}: {advice}")
 
     @property
     def matrix(self) -> PackedMatrix:

@@ -60,7 +60,7 @@ def build(args: argparse.Namespace, parallel: Parallel, device: torch.device) ->
         config = engine_config(
             model=str(folder), tp=parallel.size, device=device.type, load_format="dummy",
             max_seqs=most, max_len=args.max_len, prefill_budget=args.prefill_budget, page=32, debug_pages=args.debug_pages, mtp=mtp,
-            weights=args.weights, kv_dtype=args.kv_dtype,
+            weights=args.weights, head=args.head, kv_dtype=args.kv_dtype,
         )  # fmt: skip
         compilers = compile_ahead.start(config) if device.type == "cuda" and parallel.rank == 0 else []
         draft_stage.accept = drafters.accepting(draft_chance(args.accepted, args.drafts), device)  # type: ignore[assignment]
@@ -171,6 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.step", description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="dummy:31b")
     parser.add_argument("--weights", default="auto", help="plain, fp8 or int4")
+    parser.add_argument("--head", default="bf16", help="fp8")
     parser.add_argument("--kv-dtype", default="auto", help="fp8")
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--loopback", action="store_true")

@@ -11,13 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from engine.geometry import Moe, shard_vocab, vocab_share
+from engine.rank.fp8 import Fp8Weight, pack
 from engine.rank.products import Exchange, Part, Rows
 from engine.rank.shard import Shard
+from engine.weight_formats import FP8
 from kernels.launch import PendingTensor
 from kernels.linear import FP32
 from kernels.norm import rms_norm
 from kernels.packed import Activations
+from kernels.recheck import recheck
 from kernels.route import route, router_logits, router_parts
+from kernels.tiles import MOST_ROWS
+
+_PACKED_ROWS = 1 << 14  # of a table, packed at once
 
 
 class VocabTable(nn.Module):
@@ -33,13 +39,29 @@ class VocabTable(nn.Module):
         self._placeholders = torch.tensor(shard.geometry.placeholders, dtype=torch.int32, device=shard.device)
         self._pad = shard.geometry.pad
         self.head = shard.matrix(share, width)
+        self.fp8_copy: Fp8Weight | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids int [T] -> [T, width], to be summed over ranks. Media placeholders embed as pad."""
         return self.head.rows(ids, self._first, self._placeholders, self._pad)
 
-    def logits(self, x: Tensor) -> Tensor:
-        logits = self.head.product(x, FP32)
+    def add_fp8_copy(self) -> None:
+        """`logits` reads it in place of the filled table. ConfigError as `Fp8Weight`."""
+        table = self.head.weight
+        copy = self.head.stored_as(FP8)
+        assert isinstance(copy, Fp8Weight)
+        for first in range(0, len(table), _PACKED_ROWS):
+            rows = slice(first, first + _PACKED_ROWS)
+            copy.values[rows], copy.scale[rows] = pack(table[rows])
+        self.fp8_copy = copy
+
+    def logits(self, x: Tensor, *, exact: bool = False) -> Tensor:
+        """fp32 [T, share]. Of an fp8 copy the best of each row are exact; `exact`: all are, as with many rows."""
+        if self.fp8_copy is None or exact or len(x) > MOST_ROWS:
+            logits = self.head.product(x, FP32)
+        else:
+            logits = self.fp8_copy.product(x, FP32)
+            recheck(logits, x, self.head.weight)
         if self._filled < logits.shape[1]:
             logits[:, self._filled :] = -torch.inf
         return logits

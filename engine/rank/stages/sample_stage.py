@@ -51,7 +51,8 @@ class SampleStage:
             tables = self.slots.adjustments.tables
             rows = replace(rows, adjustments=tables, plan=plan, step=STEP, width=batch.width)
         _, inbox = inboxes_of(self.inboxes, len(hidden))
-        return StepTokens(*self.sampler.sample(self.model.head.logits(hidden), rows, inbox, asked))
+        logits = self.model.head.logits(hidden, exact=asked.adjusted)  # a grammar may leave none of the best ids
+        return StepTokens(*self.sampler.sample(logits, rows, inbox, asked))
 
     def prompt_logprobs(self, scored: Sequence[ScoredRows], batch: ForwardBatch, hidden: Tensor) -> Tensor:
         """`Sampler.token_logprobs` of prompt tokens. hidden: final rows of the whole batch."""
@@ -63,5 +64,6 @@ class SampleStage:
         reports = []
         size = max(1, PIECE_LOGITS // len(self.slots.adjustments.ids))
         for piece, of_piece in zip(index.split(size), ids.split(size), strict=True):
-            reports.append(self.sampler.token_logprobs(self.model.head.logits(hidden[piece]), of_piece, most))
+            logits = self.model.head.logits(hidden[piece], exact=True)
+            reports.append(self.sampler.token_logprobs(logits, of_piece, most))
         return torch.cat(reports)

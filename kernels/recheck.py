@@ -1,0 +1,93 @@
+"""The best logits of an e4m3 head once more, from the plain table.
+
+    p_b = max l_i over block b of BLOCK ids        t = the COUNT-th largest p
+    l_i <- x . table_i                             where l_i >= t in the COUNT best blocks
+
+These are at least the row's COUNT largest logits, usually few more. Sums are fp32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+from triton.language import constexpr
+
+from kernels.candidates import float_order, in_top_k
+from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
+
+COUNT = 64  # logits of a row that are exact, at least: greedy choices of random rows differed in 0 % with 4, in 9 % with none
+BLOCK = constexpr(256)
+_CTA_BLOCKS = constexpr(16)
+_LANES = constexpr(8)  # table rows read at once
+_LEAST = constexpr(-(1 << 31))
+
+
+def recheck(logits: Tensor, x: Tensor, table: Tensor) -> None:
+    """logits fp32 [R, n], near x table^T, are changed in place. x [R, k], table [n, k]."""
+    check_contiguous(logits, x, table)
+    (rows, n), k = logits.shape, x.shape[1]
+    assert table.shape == (n, k), (table.shape, n, k)
+    blocks = cdiv(n, BLOCK.value)
+    count = min(COUNT, blocks)
+    if not enabled(logits):
+        _reference(logits, x, table, count)
+        return
+    peaks = logits.new_empty((rows, blocks), dtype=torch.float32)
+    launch(_block_peaks, (rows, cdiv(blocks, _CTA_BLOCKS.value)), logits, peaks, NB=blocks, N=n)
+    launch(
+        _recheck, (rows, count), logits, peaks, x, table,
+        NB=blocks, WIDTH=next_power_of_2(blocks), MOST=count, N=n, K=k, BK=min(1024, next_power_of_2(k)),
+    )  # fmt: skip
+
+
+def _reference(logits: Tensor, x: Tensor, table: Tensor, count: int) -> None:
+    padded = functional.pad(logits, (0, -logits.shape[1] % BLOCK.value), value=-torch.inf)
+    least = padded.unflatten(1, (-1, BLOCK.value)).amax(-1).topk(count).values[:, -1:]
+    row, column = (logits >= least).nonzero().unbind(1)
+    logits[row, column] = (x[row].float() * table[column].float()).sum(1)
+
+
+@triton.jit
+def _block_peaks(logits, peaks, NB: constexpr, N: constexpr, PDL: constexpr):
+    trigger(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * _CTA_BLOCKS + tl.arange(0, _CTA_BLOCKS)
+    entry = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    wait(PDL)
+    x = tl.load(logits + row * N + entry, entry < N, float("-inf"))
+    tl.store(peaks + row * NB + block, tl.max(x, 1), block < NB)
+
+
+@triton.jit
+def _recheck(
+    logits, peaks, x, table,
+    NB: constexpr, WIDTH: constexpr, MOST: constexpr, N: constexpr, K: constexpr, BK: constexpr, PDL: constexpr,
+):  # fmt: skip
+    """A CTA takes one of a row's best blocks."""
+    trigger(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, WIDTH)
+    wait(PDL)
+    orders = float_order(tl.load(peaks + row * NB + place, place < NB, float("-inf")))
+    orders = tl.where(place < NB, orders, _LEAST)
+    best = in_top_k(orders, MOST)
+    least = tl.min(tl.where(best, orders, 2147483647), 0)
+    mine = best & (tl.cumsum(best.to(tl.int32), 0) == tl.program_id(1) + 1)
+    entry = tl.sum(tl.where(mine, place, 0), 0) * BLOCK + tl.arange(0, BLOCK)
+    line = logits + row * N
+    over = (float_order(tl.load(line + entry, entry < N, float("-inf"))) >= least) & (entry < N)
+    index = tl.cumsum(over.to(tl.int32), 0) - 1
+    count = tl.sum(over.to(tl.int32), 0)
+    column = tl.arange(0, BK)[None, :]
+    for first in range(0, count, _LANES):
+        lane = first + tl.arange(0, _LANES)
+        chosen = over[:, None] & (index[:, None] == lane[None, :])
+        ids = tl.sum(tl.where(chosen, entry[:, None], 0), 0)
+        at = table + ids.to(tl.int64)[:, None] * K
+        sums = tl.zeros([_LANES, BK], tl.float32)
+        for start in range(0, K, BK):
+            inside = (start + column < K) | (K % BK == 0)
+            values = tl.load(x + row * K + start + column, inside, 0.0).to(tl.float32)
+            sums += tl.load(at + start + column, (lane < count)[:, None] & inside, 0.0).to(tl.float32) * values
+        tl.store(line + ids, tl.sum(sums, 1), lane < count)
