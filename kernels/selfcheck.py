@@ -36,6 +36,7 @@ from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, tile_tokens
 from kernels.qkv import qkv_post, replace_unturned
 from kernels.ragged_attention import ragged_attention
+from kernels.recheck import recheck
 from kernels.route import route, router_logits, router_parts
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.sequence_parallel import sum_norm
@@ -411,6 +412,17 @@ def _small_top_k(draw: RandomInputs, adjusted: bool) -> Outputs:
     return peaks, *best.unbind(-1), chosen, batch.tokens
 
 
+def _recheck(draw: RandomInputs) -> Outputs:
+    x = draw.floats(2, 72)
+    table = draw.floats(66 * 256 + 7, 72, scale=72**-0.5)
+    table[:256] *= 0.6  # this block is not among the best
+    logits = draw.fp32(2, len(table), scale=0.04)
+    logits += x.float() @ table.float().T
+    near = logits.clone()
+    recheck(logits, x, table)
+    return logits, (logits != near).int()
+
+
 def _accept(draw: RandomInputs) -> Outputs:
     chosen = torch.stack([draw.ints(7, 8, 9).repeat(4), draw.filled(0, 12)], 1)
     ids = draw.ints(0, 6, 8, *[0, 7, 8] * 3)
@@ -545,6 +557,7 @@ CHECKS = (
         )
         for adjusted in (False, True)
     ),
+    Check("kernels.recheck", "the best logits of an fp8 head", _recheck),
     Check("kernels.accept", "accepted drafts", _accept),
     Check("kernels.clusters", "a drafter's head by cluster", _clusters),
     Check("kernels.table_check", "the check of page tables", _table_check),

@@ -31,6 +31,7 @@ from kernels.launch import launch, trigger, wait
 from kernels.linear import GEGLU, NONE, _run, linear, linear_send
 from kernels.packed import E4M3, Load, PackedMatrix
 from kernels.ragged_attention import ragged_attention
+from kernels.recheck import recheck
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from kernels.selfcheck import CHECKS, RandomInputs
 from kernels.sequence_parallel import SequenceParallel
@@ -289,6 +290,13 @@ def vision_nodes() -> None:
         ragged_attention(q, q, head_norm(q, 1e-6), ints(3), 60)
 
 
+@recorded
+def head_nodes() -> None:
+    """The best logits of both widths' heads once more."""
+    for hidden in (2816, HIDDEN):
+        recheck(fp32(ROWS, 262144), meta(ROWS, hidden), meta(262144, hidden))
+
+
 def step_nodes(_: Target) -> list[Node]:
     """Chunks beside decode rows, many tokens for experts, and samplers of adjusted rows with drafts."""
     samplers = [node for name in LARGEST_SAMPLERS for node in sampled("31b", name, ROWS, 4)]
@@ -301,6 +309,7 @@ SUBJECTS: dict[str, Callable[[Target], Iterable[Node]]] = {
     "between ranks": nodes_between_ranks,
     "filters": filters_nodes,
     "towers": vision_nodes,
+    "heads": head_nodes,
     "steps": step_nodes,
 }
 

@@ -54,7 +54,7 @@ def check(n: int, k: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_the_best_are_exact(n: int, k: int, dtype: torch.dtype) -> None:
-    """The reference: a row's best logits are those of the table. Faults are seen: left out, at the neighbour's id, of another row."""
+    """The reference: a row's best logits are the table's. Faults are seen: left out, at the neighbour's id, of another row."""
     check(n, k, dtype)
 
 

@@ -46,7 +46,7 @@ class VocabTable(nn.Module):
         return self.head.rows(ids, self._first, self._placeholders, self._pad)
 
     def add_fp8_copy(self) -> None:
-        """`logits` reads it in place of the filled table. ConfigError as `Fp8Weight`."""
+        """Of the filled table, for `logits`."""
         table = self.head.weight
         copy = self.head.stored_as(FP8)
         assert isinstance(copy, Fp8Weight)
@@ -56,7 +56,8 @@ class VocabTable(nn.Module):
         self.fp8_copy = copy
 
     def logits(self, x: Tensor, *, exact: bool = False) -> Tensor:
-        """fp32 [T, share]. Of an fp8 copy the best of each row are exact; `exact`: all are, as with many rows."""
+        """fp32 [T, share]."""
+        # With an fp8 copy only the best logits of each row are exact. Many rows are bound by arithmetic, and read the table.
         if self.fp8_copy is None or exact or len(x) > MOST_ROWS:
             logits = self.head.product(x, FP32)
         else:

@@ -61,7 +61,8 @@ class BareRank(Rank):
         model, moe, size = self.model, self.geometry.moe, 0
         tables = [module for module in model.modules() if isinstance(module, VocabTable)]
         experts = [weight for module in model.modules() if isinstance(module, Experts) for weight in module.children()]
-        apart = {id(weight) for weight in [*experts, *(table.head for table in tables)]}
+        copy = model.head.fp8_copy
+        apart = {id(weight) for weight in [*experts, *(table.head for table in tables), copy]}
         for module in model.modules():
             if id(module) not in apart:
                 size += sum(own.nbytes for own in module.parameters(recurse=False) if own.ndim > 1)
@@ -71,7 +72,7 @@ class BareRank(Rank):
                 size += batch * seen * cache.group.page_bytes // (cache.group.page * len(cache.pool))
         if moe is not None:
             size += int(sum(map(_bytes, experts)) * (1 - (1 - moe.top_k / moe.experts) ** batch))
-        return size + sum(batch * _bytes(table.head) // table.head.shape[0] for table in tables) + _bytes(model.head.head)
+        return size + sum(batch * _bytes(table.head) // table.head.shape[0] for table in tables) + _bytes(copy or model.head.head)
 
 
 def build(
