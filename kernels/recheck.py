@@ -1,9 +1,7 @@
-"""The best logits of an e4m3 head once more, from the plain table.
+"""The best logits of an fp8 head again, from the plain table.
 
-    p_b = max l_i over block b of BLOCK ids        t = the COUNT-th largest p
-    l_i <- x . table_i                             where l_i >= t in the COUNT best blocks
-
-These are at least the row's COUNT largest logits, usually few more. Sums are fp32.
+    p_b = max l_i of a block of BLOCK ids        t = the COUNT-th largest p
+    l_i <- x . table_i                           where l_i >= t: at least the COUNT largest
 """
 
 import torch
@@ -24,7 +22,7 @@ _LEAST = constexpr(-(1 << 31))
 
 
 def recheck(logits: Tensor, x: Tensor, table: Tensor) -> None:
-    """logits fp32 [R, n], near x table^T, are changed in place. x [R, k], table [n, k]."""
+    """In place: logits fp32 [R, n]; x [R, k], table [n, k]."""
     check_contiguous(logits, x, table)
     (rows, n), k = logits.shape, x.shape[1]
     assert table.shape == (n, k), (table.shape, n, k)
@@ -64,8 +62,7 @@ def _recheck(
     logits, peaks, x, table,
     NB: constexpr, WIDTH: constexpr, MOST: constexpr, N: constexpr, K: constexpr, BK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """A CTA takes one of a row's best blocks."""
-    trigger(PDL)
+    trigger(PDL)  # a CTA takes one of a row's best blocks
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, WIDTH)
     wait(PDL)

@@ -46,7 +46,6 @@ class VocabTable(nn.Module):
         return self.head.rows(ids, self._first, self._placeholders, self._pad)
 
     def add_fp8_copy(self) -> None:
-        """Of the filled table, for `logits`."""
         table = self.head.weight
         copy = self.head.stored_as(FP8)
         assert isinstance(copy, Fp8Weight)
@@ -88,7 +87,7 @@ class Mlp(nn.Module):
 
 
 class Router(nn.Module):
-    """Replicated, and fp32 from the norm on: rounding to bf16 would change the chosen experts."""
+    """Replicated, fp32 from the norm on: rounding to bf16 would change the chosen experts."""
 
     def __init__(self, shard: Shard, moe: Moe) -> None:
         super().__init__()
@@ -119,7 +118,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Weights [experts, out, in], cut along their width, gate rows before up rows."""
+    """[experts, out, in], cut along their width, gate rows before up."""
 
     def __init__(self, shard: Shard, moe: Moe) -> None:
         super().__init__()
