@@ -1,7 +1,7 @@
 """The best logits of an fp8 head again, from the plain table.
 
-    p_b = max l_i of a block of BLOCK ids        t = the COUNT-th largest p
-    l_i <- x . table_i                           where l_i >= t: at least the COUNT largest
+    p_b = max l_i of a block of ids        t = the COUNT-th largest p
+    l_i <- x . table_i                     where l_i >= t: at least the COUNT largest
 """
 
 import torch
@@ -15,8 +15,8 @@ from kernels.candidates import float_order, in_top_k
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 
 COUNT = 64  # logits of a row that are exact, at least: greedy choices of random rows differed in 0 % with 4, in 9 % with none
-BLOCK = constexpr(256)
-_CTA_BLOCKS = constexpr(16)
+_BLOCKS = 1024  # of a row, with blocks of 16 to 256 ids
+_CTA_IDS = 4096
 _LANES = constexpr(8)  # table rows read at once
 _LEAST = constexpr(-(1 << 31))
 
@@ -26,31 +26,37 @@ def recheck(logits: Tensor, x: Tensor, table: Tensor) -> None:
     check_contiguous(logits, x, table)
     (rows, n), k = logits.shape, x.shape[1]
     assert table.shape == (n, k), (table.shape, n, k)
-    blocks = cdiv(n, BLOCK.value)
+    block = block_of(n)
+    blocks = cdiv(n, block)
     count = min(COUNT, blocks)
     if not enabled(logits):
-        _reference(logits, x, table, count)
+        _reference(logits, x, table, block, count)
         return
     peaks = logits.new_empty((rows, blocks), dtype=torch.float32)
-    launch(_block_peaks, (rows, cdiv(blocks, _CTA_BLOCKS.value)), logits, peaks, NB=blocks, N=n)
+    together = _CTA_IDS // block
+    launch(_block_peaks, (rows, cdiv(blocks, together)), logits, peaks, NB=blocks, N=n, BLOCK=block, TOGETHER=together)
     launch(
         _recheck, (rows, count), logits, peaks, x, table,
-        NB=blocks, WIDTH=next_power_of_2(blocks), MOST=count, N=n, K=k, BK=min(1024, next_power_of_2(k)),
+        NB=blocks, WIDTH=next_power_of_2(blocks), MOST=count, N=n, BLOCK=block, K=k, BK=min(1024, next_power_of_2(k)),
     )  # fmt: skip
 
 
-def _reference(logits: Tensor, x: Tensor, table: Tensor, count: int) -> None:
-    padded = functional.pad(logits, (0, -logits.shape[1] % BLOCK.value), value=-torch.inf)
-    least = padded.unflatten(1, (-1, BLOCK.value)).amax(-1).topk(count).values[:, -1:]
+def block_of(n: int) -> int:
+    return min(256, max(16, next_power_of_2(n // _BLOCKS)))
+
+
+def _reference(logits: Tensor, x: Tensor, table: Tensor, block: int, count: int) -> None:
+    padded = functional.pad(logits, (0, -logits.shape[1] % block), value=-torch.inf)
+    least = padded.unflatten(1, (-1, block)).amax(-1).topk(count).values[:, -1:]
     row, column = (logits >= least).nonzero().unbind(1)
     logits[row, column] = (x[row].float() * table[column].float()).sum(1)
 
 
 @triton.jit
-def _block_peaks(logits, peaks, NB: constexpr, N: constexpr, PDL: constexpr):
+def _block_peaks(logits, peaks, NB: constexpr, N: constexpr, BLOCK: constexpr, TOGETHER: constexpr, PDL: constexpr):
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * _CTA_BLOCKS + tl.arange(0, _CTA_BLOCKS)
+    block = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
     entry = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     wait(PDL)
     x = tl.load(logits + row * N + entry, entry < N, float("-inf"))
@@ -60,7 +66,7 @@ def _block_peaks(logits, peaks, NB: constexpr, N: constexpr, PDL: constexpr):
 @triton.jit
 def _recheck(
     logits, peaks, x, table,
-    NB: constexpr, WIDTH: constexpr, MOST: constexpr, N: constexpr, K: constexpr, BK: constexpr, PDL: constexpr,
+    NB: constexpr, WIDTH: constexpr, MOST: constexpr, N: constexpr, BLOCK: constexpr, K: constexpr, BK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     trigger(PDL)  # a CTA takes one of a row's best blocks
     row = tl.program_id(0).to(tl.int64)

@@ -414,8 +414,8 @@ def _small_top_k(draw: RandomInputs, adjusted: bool) -> Outputs:
 
 def _recheck(draw: RandomInputs) -> Outputs:
     x = draw.floats(2, 72)
-    table = draw.floats(66 * 256 + 7, 72, scale=72**-0.5)
-    table[:256] *= 0.6  # this block is not among the best
+    table = draw.floats(2007, 72, scale=72**-0.5)
+    table[:16] *= 0.6  # this block is not among the best
     logits = draw.fp32(2, len(table), scale=0.04)
     logits += x.float() @ table.float().T
     near = logits.clone()
