@@ -14,7 +14,7 @@ from triton.language import constexpr
 from kernels.candidates import float_order, in_top_k
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 
-COUNT = 64  # logits of a row that are exact, at least: greedy choices of random rows differed in 0 % with 4, in 9 % with none
+COUNT = 64  # with 0, 4 and 16, 5, 1 and 0 % of 7800 greedy choices of trained nano models differed
 _BLOCKS = 1024  # of a row, with blocks of 16 to 256 ids
 _CTA_IDS = 4096
 _LANES = constexpr(8)  # table rows read at once
