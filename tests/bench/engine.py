@@ -267,6 +267,7 @@ def case(args: argparse.Namespace) -> str:
     sampled = "" if args.sampling == "greedy" else f"-{args.sampling}-sampling"
     drafted = f"-{args.drafts}-drafts-{args.accepted:g}-tokens" if args.drafts else ""
     weights = "" if args.weights == "auto" else f"-{args.weights}"
+    weights += "" if args.head == "bf16" else f"-head-{args.head}"
     weights += "" if args.kv_dtype == "auto" else f"-kv-{args.kv_dtype}"
     return f"{args.model.split(':')[-1]}{weights}{shard}-tp{args.tp}{sampled}{drafted}"
 
@@ -282,6 +283,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="random:31b")
     parser.add_argument("--weights", default="auto", help="plain, fp8 or int4")
+    parser.add_argument("--head", default="bf16", help="fp8")
     parser.add_argument("--kv-dtype", default="auto", help="fp8")
     parser.add_argument("--memory-fraction", type=float, default=0.9)
     parser.add_argument("--tp", type=int, default=4)
@@ -325,6 +327,7 @@ def serve(folder: Path, drafter: Path, args: argparse.Namespace) -> list[Row]:
         prefill_budget=args.prefill_budget,
         prefix_cache=False,
         weights=args.weights,
+        head=args.head,
         kv_dtype=args.kv_dtype,
         memory_fraction=args.memory_fraction,
         tpot_target_ms=args.tpot_target,

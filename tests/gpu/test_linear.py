@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.launch import plain_torch
 from kernels.linear import FP32, GEGLU, linear
+from kernels.recheck import recheck
 from kernels.tiles import choose
+from tests.bench.recheck import tables
 from tests.nano.model_shapes import PUBLIC
 from tests.support.engine.products import Product, products
 from tests.support.launches import compilations, record
@@ -44,6 +47,24 @@ def error(out: Tensor, x: Tensor, weight: Tensor, gated: bool) -> float:
         gate, up = want.chunk(2, dim=-1)
         want = functional.gelu(gate, approximate="tanh") * up
     return float((out.float() - want).abs().max() / want.abs().max())
+
+
+@pytest.mark.parametrize("hidden", [2816, 5376])
+def test_an_fp8_head(hidden: int) -> None:
+    """The best logits of each row are the table's, and the greedy choices. Planted: without the recheck they are not."""
+    table, packed = tables(262144, hidden)
+    for rows in (1, 3, 64):
+        x = torch.randn(rows, hidden, device=DEVICE).bfloat16()
+        near = linear(x, packed, FP32)
+        found, expected = near.clone(), near.clone()
+        recheck(found, x, table)
+        with plain_torch():
+            recheck(expected, x, table)
+            exact = linear(x, table, FP32)
+        off = float((found - expected).abs().max())
+        lost = float((exact.amax(1) - exact.gather(1, found.argmax(1, keepdim=True))[:, 0]).max())
+        assert max(off, lost) < 1e-4  # fp32 sums in another order
+        assert float((near - expected).abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize("product", CASES)

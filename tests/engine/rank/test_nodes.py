@@ -50,12 +50,14 @@ def test_decode_rows_behind_a_chunk_need_no_variants_of_their_own() -> None:
     assert len(variants(nodes)) == 2
 
 
-def started(member: str, folder: Path, shapes: Callable[[EngineConfig], StepShapes]) -> tuple[Runner, set[str]]:
+def started(
+    member: str, folder: Path, shapes: Callable[[EngineConfig], StepShapes], head: str = "bf16"
+) -> tuple[Runner, set[str]]:
     """A rank of four, with a drafter, on the meta device, and the variants of all that it launches before it is ready."""
     model = model_folder(member)
     config = engine_config(
         model=str(model), tp=4, device="cuda", dtype="bfloat16", load_format="dummy", max_seqs=8, max_len=2048, prefill_budget=1024,
-        mtp={"model": str(drafters.write(model, folder)), "drafts": "auto"},
+        head=head, mtp={"model": str(drafters.write(model, folder)), "drafts": "auto"},
     )  # fmt: skip
     with record(target=(9, 0)) as nodes, torch.inference_mode():
         rank = load_rank(config, FirstOfGroup(config.tp), META, checked=False)
@@ -95,6 +97,15 @@ def test_a_step_of_any_size_needs_no_variants_but_those_of_the_start(
     monkeypatch.setattr(StepShapes, "warm_rows", property(lambda shapes: (shapes.longest,)))
     later = some - started(member, tmp_path, unpadded)[1]
     assert late < later
+
+
+def test_an_fp8_head_needs_no_variants_but_those_of_the_start(tmp_path: Path) -> None:
+    """Whatever the rows of a step. Planted: the start of a bf16 head lacks them."""
+    runner, ready = started("random:31b", tmp_path, StepShapes.of, "fp8")
+    some = set().union(*(met(runner, *size, width) for size in ((1, 0), (7, 2), (97, 6), (1001, 7)) for width in (1, 4)))
+    assert any("_recheck" in variant for variant in some)
+    assert some <= ready, "\n".join(sorted(some - ready))
+    assert {variant for variant in some - started("random:31b", tmp_path, StepShapes.of)[1] if "_recheck" in variant}
 
 
 def test_what_warms_up_has_the_variants_of_what_is_captured() -> None:
