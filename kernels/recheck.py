@@ -35,9 +35,11 @@ def recheck(logits: Tensor, x: Tensor, table: Tensor) -> None:
     peaks = logits.new_empty((rows, blocks), dtype=torch.float32)
     together = _CTA_IDS // block
     launch(_block_peaks, (rows, cdiv(blocks, together)), logits, peaks, NB=blocks, N=n, BLOCK=block, TOGETHER=together)
+    each = min(4, max(1, next_power_of_2(rows) // 16))  # a GPU runs about a thousand CTAs at once; each finds the best blocks
+    ctas = cdiv(count, each)
     launch(
-        _recheck, (rows, count), logits, peaks, x, table,
-        NB=blocks, WIDTH=next_power_of_2(blocks), MOST=count, N=n, BLOCK=block, K=k, BK=min(1024, next_power_of_2(k)),
+        _recheck, (rows, ctas), logits, peaks, x, table, peaks.new_empty((rows, ctas, each * block), dtype=torch.int32),
+        NB=blocks, WIDTH=next_power_of_2(blocks), MOST=count, EACH=each, N=n, BLOCK=block, K=k, BK=min(1024, next_power_of_2(k)),
     )  # fmt: skip
 
 
@@ -65,10 +67,11 @@ def _block_peaks(logits, peaks, NB: constexpr, N: constexpr, BLOCK: constexpr, T
 
 @triton.jit
 def _recheck(
-    logits, peaks, x, table,
-    NB: constexpr, WIDTH: constexpr, MOST: constexpr, N: constexpr, BLOCK: constexpr, K: constexpr, BK: constexpr, PDL: constexpr,
+    logits, peaks, x, table, listed,
+    NB: constexpr, WIDTH: constexpr, MOST: constexpr, EACH: constexpr, N: constexpr, BLOCK: constexpr, K: constexpr, BK: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
-    trigger(PDL)  # a CTA takes one of a row's best blocks
+    trigger(PDL)  # a CTA takes EACH of a row's best blocks
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, WIDTH)
     wait(PDL)
@@ -76,21 +79,29 @@ def _recheck(
     orders = tl.where(place < NB, orders, _LEAST)
     best = in_top_k(orders, MOST)
     least = tl.min(tl.where(best, orders, 2147483647), 0)
-    mine = best & (tl.cumsum(best.to(tl.int32), 0) == tl.program_id(1) + 1)
-    entry = tl.sum(tl.where(mine, place, 0), 0) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.where(best, tl.cumsum(best.to(tl.int32), 0), 0)
+    of_block = tl.arange(0, EACH * BLOCK)
+    entry = tl.full([EACH * BLOCK], N, tl.int32)
+    for i in tl.static_range(EACH):
+        wanted = tl.program_id(1) * EACH + i + 1
+        first_id = tl.sum(tl.where(number == wanted, place, 0), 0) * BLOCK
+        here = (of_block // BLOCK == i) & (wanted <= MOST)
+        entry = tl.where(here, first_id + of_block % BLOCK, entry)
     line = logits + row * N
     over = (float_order(tl.load(line + entry, entry < N, float("-inf"))) >= least) & (entry < N)
-    index = tl.cumsum(over.to(tl.int32), 0) - 1
+    listed += (row * tl.num_programs(1) + tl.program_id(1)) * EACH * BLOCK
+    tl.store(listed + tl.cumsum(over.to(tl.int32), 0) - 1, entry, over)
+    tl.debug_barrier()
     count = tl.sum(over.to(tl.int32), 0)
     column = tl.arange(0, BK)[None, :]
     for first in range(0, count, _LANES):
         lane = first + tl.arange(0, _LANES)
-        chosen = over[:, None] & (index[:, None] == lane[None, :])
-        ids = tl.sum(tl.where(chosen, entry[:, None], 0), 0)
+        ids = tl.load(listed + lane, lane < count, 0)
         at = table + ids.to(tl.int64)[:, None] * K
-        sums = tl.zeros([_LANES, BK], tl.float32)
+        sums = tl.zeros([_LANES, BK // 8], tl.float32)
         for start in range(0, K, BK):
             inside = (start + column < K) | (K % BK == 0)
             values = tl.load(x + row * K + start + column, inside, 0.0).to(tl.float32)
-            sums += tl.load(at + start + column, (lane < count)[:, None] & inside, 0.0).to(tl.float32) * values
+            products = tl.load(at + start + column, (lane < count)[:, None] & inside, 0.0).to(tl.float32) * values
+            sums += tl.sum(tl.reshape(products, [_LANES, BK // 8, 8]), 2)
         tl.store(line + ids, tl.sum(sums, 1), lane < count)

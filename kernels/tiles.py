@@ -84,7 +84,10 @@ TABLE: _Table = {
     GemmShape(65536, 5376): _tiles((4, 4), (64, 4), (128, 3), (128, 3)),
     GemmShape(5376, 5376, gated=True): _tiles((2, 4), (64, 4), (64, 4), (64, 4)),
 }
+_FP8_HEAD = Tile("gemm", 64, 64, 128, stages=6, swap=True)
 _FP8_TABLE: _Table = {
+    GemmShape(262144, 2816): _tiles((8, 3), (64, 6), (64, 6), (64, 6)) | {64: _FP8_HEAD},
+    GemmShape(262144, 5376): _tiles((4, 4), (64, 6), (64, 6), (64, 6)) | {64: _FP8_HEAD},
     GemmShape(5376, 8192): _tiles((4, 4), (64, 6), (64, 6), (64, 6), bk=(1024, 256)),
     GemmShape(5376, 21504): _tiles((4, 4), (64, 6), (64, 6), (64, 6), bk=(2048, 256)),
     GemmShape(21504, 5376, gated=True): _tiles((2, 3), (64, 4), (64, 4), (64, 4), bk=(2048, 256)),

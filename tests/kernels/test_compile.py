@@ -293,8 +293,8 @@ def vision_nodes() -> None:
 @recorded
 def head_nodes() -> None:
     """The best logits of both widths' heads once more."""
-    for hidden in (2816, HIDDEN):
-        recheck(fp32(ROWS, 262144), meta(ROWS, hidden), meta(262144, hidden))
+    for rows, hidden in ((ROWS, 2816), (32, HIDDEN), (64, HIDDEN)):
+        recheck(fp32(rows, 262144), meta(rows, hidden), meta(262144, hidden))
 
 
 def step_nodes(_: Target) -> list[Node]:
