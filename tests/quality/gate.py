@@ -49,6 +49,7 @@ class Setup:
     page: int = 32
     graphs: bool = True
     kv_dtype: str = "auto"
+    head: str = "bf16"
     rounds: bool = False
 
     @property
@@ -75,6 +76,7 @@ class Setup:
             pages=pages if self.tight else None,
             graphs=self.graphs,
             kv_dtype=self.kv_dtype,
+            head=self.head,
         )
 
 

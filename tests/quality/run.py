@@ -39,12 +39,13 @@ def main() -> None:
     parser.add_argument("--faults", action=argparse.BooleanOptionalAction, default=True, help="also plant each fault")
     parser.add_argument("--format", nargs="+", default=["plain"], choices=("plain", *KINDS), help="of the members' matrices")
     parser.add_argument("--kv-dtype", default="auto", choices=("auto", "fp8"))
+    parser.add_argument("--head", default="bf16", choices=("bf16", "fp8"), help="fp8 gives the same greedy answers")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.set_num_threads(2)
     chosen = [setup for setup in SETUPS if setup.tp in args.tp and (args.setups is None or setup.name in args.setups)]
-    setups = [replace(setup, device=args.device, kv_dtype=args.kv_dtype) for setup in chosen]
+    setups = [replace(setup, device=args.device, kv_dtype=args.kv_dtype, head=args.head) for setup in chosen]
     lost_sum = 2 in args.tp and args.device == "cpu"
     faults = [fault for fault in FAULTS if args.faults and fault != "none" and (fault != "lost sum" or lost_sum)]
     failed = []
