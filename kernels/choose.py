@@ -83,7 +83,7 @@ def choose_best(
     """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags; token 0 with a NaN or if every id is forbidden. Also
     writes the token after the row's input.
 
-    inbox None: `best` has all ranks' parts. stages: the interpreter sends and receives apart.
+    inbox None: `best` has all ranks' parts.
     """
     if not enabled(best):
         assert inbox is None, "only kernels write into other ranks' memory"

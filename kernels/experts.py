@@ -4,7 +4,7 @@
 
 `_group` sorts assignments (a token's top_k choices) by expert, after `_count` if there are several blocks of them, and cuts row
 tiles. `_grouped` multiplies a tile. `_combine` sums a token's weighted rows, in fp32 in the order of k. y follows the dense
-branch's output, so that one fused norm takes both.
+branch's output.
 """
 
 import math
@@ -123,7 +123,7 @@ def _add(out: Tensor, x: Tensor, pairs: Tensor, adapters: ExpertAdapters | None,
 
 
 def _pairs(chosen: Tensor, order: Tensor | None, adapted: AdaptedRows) -> tuple[Tensor, Tensor]:
-    """int32 of each assignment, in order: its index in a and b, -1: none; its token."""
+    """int32 of each assignment, in order: its index in a and b, or -1; its token."""
     assignments = chosen.numel()
     pairs, tokens = chosen.new_empty((2, assignments))
     block = min(1024, next_power_of_2(assignments))
@@ -221,7 +221,7 @@ def _group(
     ROWS: constexpr, EXPERTS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """An expert's assignments of a block, ascending, after those of earlier experts and blocks. The first block also fills the
-    expert's tiles; the last expert empties other `slots`. counts: None for one block.
+    expert's tiles; the last expert empties other `slots`.
     """
     trigger(PDL)
     expert = tl.program_id(0)

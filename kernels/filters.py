@@ -2,8 +2,7 @@
 
 Let n_i = s_i + g_i as in `kernels.sample`. The filters keep a prefix of the ids in the order (s descending, id ascending); the
 token is the argmax of n over it. Let c be the argmax of n over a set that contains the prefix, at first all ids. If c is kept, it
-is the token; otherwise the ids before c are the next set. The number and mass of the ids before c decide. Usually the first or
-second c is the token. Only the best blocks are read.
+is the token; otherwise the ids before c are the next set. The number and mass of the ids before c decide.
 """
 
 from typing import NamedTuple

@@ -198,15 +198,13 @@ def load_pairs(x, pair, inside):
 
 @triton.jit
 def by_fours(x):
-    """[n, w] -> sums of four neighbours [n, w / 4]."""
+    """[n, w] -> [n, w / 4]."""
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 4]), 2)
 
 
 @triton.jit
 def load_scaled_words(weight, scale, zero, row, k, K: constexpr, GROUP: constexpr, BK: constexpr):
-    """Columns [k, k + BK) of rows `row` [n, 1] (int64) of W [m, K] as they are stored: words [n, BK / 8]; of each four words scales
-    [n, BK / 32] of pairs 0 and 1, of 2 and 3, and words of zero points. Zeros after K.
-    """
+    """As `load_words`, but as stored: words [n, BK / 8]; of each four words [n, BK / 32] scales and words of zero points."""
     GROUPS: constexpr = K // GROUP
     word = k // 8 + tl.arange(0, BK // 8)[None, :]
     words = tl.load(weight + row * (K // 8) + word, word < K // 8, 0, eviction_policy="evict_first")
@@ -235,8 +233,8 @@ def _add_scaled(total, part, scale, zeros, row, sums, rest):
 
 @triton.jit
 def add_words(total, loaded, row, x, GROUP: constexpr, EXACT: constexpr):
-    """total [n, w / 4] + W x of `load_scaled_words`. x: of each pair two numbers [1, w]. Unless EXACT, a pair's high number keeps
-    the low one's bits, 2^-16 (17152 + q), of which q varies: 2^-13 of a step of the weight at most.
+    """total [n, w / 4] + W x. x: of each pair two numbers [1, w]. Unless EXACT, a pair's high number keeps the low one's bits,
+    2^-16 (17152 + q): off by at most 2^-13.
     """
     REST: constexpr = 0.0 if EXACT else 17159.5 / 65536
     nothing = tl.zeros(x[0].shape, tl.float32)

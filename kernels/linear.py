@@ -258,7 +258,7 @@ def _gemv_words(
     M: constexpr, K: constexpr, GROUP: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, GATED: constexpr, UP: constexpr,
     SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """`_gemv` of `kernels.four_bits`. Words of the next turn are in flight while those of this one are multiplied."""
+    """`_gemv` of `kernels.four_bits`. The next turn's words are in flight."""
     trigger(PDL)
     MATRICES: constexpr = 2 if GATED else 1
     EXACT: constexpr = x.dtype.element_ty == tl.float32
@@ -308,7 +308,7 @@ def _gemm(
     WIDTH: constexpr, EMPTY: constexpr, RANK: constexpr, PARTS: constexpr, ADAPTERS: constexpr, TOGETHER: constexpr,
     SHARES: constexpr, FIRST: constexpr, SECOND: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of ROWS rows; BLOCKS: there are several blocks of rows. Rows after T are zero: repeating one makes all CTAs wait
+    """BN outputs of ROWS rows. Rows after T are zero: repeating one makes all CTAs wait
     for its cache lines. No trigger: the next kernel's CTAs would displace its own.
     """
     start = tl.program_id(0) * BN

@@ -6,10 +6,9 @@ Part p, the outputs [ends[p - 1], ends[p]), has its own A: q, k and v are one pr
 to the matrices' dtype for B's, which is summed in fp32 and rounded after the addition.
 
 `_shrink` gives fp32 sums of A's product for shares of n. For many rows, or experts, `_expand` follows the product: it adds the
-shares, multiplies by B and adds to `out`. Blocks of rows take turns by adapter; where adapters outnumber rows, as those of experts
-do in a decode step, each row is a block. For few rows the product's own kernel (`kernels.linear._gemm`) does so, and overlaps
-`_shrink`. The word `begun` tells it that the kernels before `_shrink` have ended. All CTAs of `_shrink` run by then, so it never
-waits for one that cannot start.
+shares, multiplies by B and adds to `out`. Where experts' adapters outnumber rows, each row is a block. For few rows the product's
+own kernel (`kernels.linear._gemm`) does so, and overlaps `_shrink`. The word `begun` tells it that the kernels before `_shrink`
+have ended. All CTAs of `_shrink` run by then, so it never waits for one that cannot start.
 """
 
 from collections.abc import Sequence
@@ -95,7 +94,7 @@ def add_lora(
     out: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor, ends: tuple[int, ...], source: Tensor | None = None
 ) -> None:
     """out [T, m], x [T, n], index int32 [T], all contiguous; a, b and ends as in `LowRank`; r a multiple of 16. source: int32 [T],
-    each row's row of x."""
+    rows of x."""
     check_contiguous(out, x, index, a, source)
     assert b.stride(2) == 1, b.stride()
     (rows, m), n, r = out.shape, x.shape[1], b.shape[2]
@@ -167,7 +166,6 @@ def _adapter(index, number, LAST: constexpr):
 
 @triton.jit
 def _add_rows(x, weight, total):
-    """`add_product`; a single row's without an MMA."""
     if total.shape[0] == 1:
         total += tl.sum(x.to(tl.float32) * weight.to(tl.float32), 1)[None, :]
     else:

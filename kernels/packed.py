@@ -4,7 +4,7 @@
             x = values * scale      a scale for each row: its largest magnitude / 448
     int4    W = (q - z) * scale     `kernels.four_bits`; x is not packed
 
-fp8 products sum in fp32 and multiply by both scales; int4 weights are rounded to x's dtype first.
+fp8 products sum in fp32 and multiply by both scales.
 """
 
 from dataclasses import dataclass

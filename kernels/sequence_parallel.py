@@ -7,7 +7,7 @@ Each piece of rows goes through all products up to the next sum before the next 
 
 After each copy a number goes to a flag at the receiver, where a kernel waits for it. One buffer each is enough: a rank sends the
 next part of a piece after all x of the piece, and the next x after the next parts. Numbers count a forward's sums, at least two,
-so a CUDA graph can hold them. Copies have their own streams, so none queues after a kernel that waits.
+so a CUDA graph can hold them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -166,7 +166,7 @@ class SequenceParallel:
         """Sum and norm own rows of the parts [T, n] once they have come, as `fused_allreduce_norm` -> (h [T, n], own rows
         written; x).
 
-        residual [T, n], own rows read. The last piece is normed when x's last but one is taken.
+        residual [T, n], own rows read.
         """
         h = torch.empty_like(residual)
         number = self._number

@@ -32,10 +32,9 @@ class PlanLayout(NamedTuple):
 def apply_plan(plan: Tensor, layout: PlanLayout, tables: Sequence[Tensor], lengths: Tensor) -> None:
     """plan int32 [n]; tables int32 [slots, width], one a KV group; lengths int32 [slots].
 
-    Releases become 0, then appends their page, except those of group -1. An entry may be appended only once: the device writes in
-    any order.
+    Releases become 0, then appends their page, except those of group -1.
     """
-    assert 1 <= len(tables) <= 2, len(tables)
+    assert 1 <= len(tables) <= 2, len(tables)  # an entry is appended only once: the device writes in any order
     if enabled(plan):
         first = tables[0]
         last = tables[-1]

@@ -245,8 +245,7 @@ def add_values(acc, rescale, weights, v):
 def add_splits(ticket, done, lse, parts, out, live, LSE_STRIDE: constexpr, STRIDE: constexpr, SPLITS: constexpr):
     """The last of `done` CTAs adds the splits' parts, weighted, and resets the ticket.
 
-    `lse` [rows] and `parts` [rows, columns] point to the first split's. Unrolled, so that loads are
-    in flight together.
+    `lse` [rows] and `parts` [rows, columns] point to the first split's.
     """
     tl.debug_barrier()  # every thread's part is written before the ticket is taken
     if tl.atomic_add(ticket, 1, sem="acq_rel") == done - 1:

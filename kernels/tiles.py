@@ -68,8 +68,7 @@ def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int], bk: tuple[int, int] =
 
 
 def _four_bit_tiles(*gemms: tuple[int, int, int]) -> dict[int, Tile]:
-    """(outputs, columns a turn, stages) of gemms of 16, 32, 64 and 128 rows. The weight, converted in registers, is the MMA's
-    left operand."""
+    """(outputs, columns a turn, stages) of gemms of 16, 32, 64 and 128 rows."""
     by_rows = zip((16, 32, 64, 128), gemms, strict=True)
     return {rows: Tile("gemm", rows, bn, bk, stages=stages, swap=True) for rows, (bn, bk, stages) in by_rows}
 
@@ -111,9 +110,7 @@ _BYTES: dict[Load, tuple[int, float]] = {"plain": (2, 2), "fp8": (1, 1), "int4":
 
 
 @cache
-def choose(
-    rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bool = False, load: Load = "plain"
-) -> Tile | None:
+def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bool = False, load: Load = "plain") -> Tile | None:
     """The tile for `rows` rows of x and `shared` bytes of shared memory; None: the library. parts: the inner dimension may be
     split."""
     table = TABLES[load]

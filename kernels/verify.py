@@ -54,10 +54,8 @@ def verify_cut(
     pairs: int = 0,
 ) -> tuple[int, VerifyTile]:  # fmt: skip
     """Splits and tile for a bucket of `rows` rows of at most `pages` pages; queries: those of a row x heads of a KV head.
-
-    Fitted to an H200 (tests/bench/verify_cuts.py): at most 64 sums a thread; V's columns are split where eight splits remain; one
-    CTA a processor, or two of 16 rows with `pairs`.
-    """
+    Fitted to an H200 (tests/bench/verify_cuts.py)."""
+    # At most 64 sums a thread; V's columns are split where eight splits remain; one CTA a processor, or two of 16 rows.
     lanes = max(16, next_power_of_2(queries))
     assert lanes <= _MOST_ROWS, queries
     ctas = rows * kv_heads
