@@ -76,9 +76,6 @@ class StatusBlock:
     def read_encodes(self, index: int, plans: int) -> None:
         self._record(index)[7] = plans
 
-    def encodes_read(self, index: int) -> int:
-        return self._record(index)[7]
-
     def encoder(self, index: int, figures: EncoderFigures) -> None:
         record = self._record(index)
         for at, value in enumerate(figures, _ENCODER):

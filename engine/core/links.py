@@ -40,7 +40,7 @@ class RingExecutor:
     @property
     def encodes_read(self) -> int:
         """Plans with encodes whose media every rank has read."""
-        return min(self._status.encodes_read(rank) for rank in range(self._args.tp))
+        return min(self._status.read(rank).encodes_read for rank in range(self._args.tp))
 
     def free_media(self, pages: range) -> None:
         free_media(self._args.media, pages)

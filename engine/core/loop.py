@@ -95,8 +95,8 @@ class Core:
             waits = self._scheduler.in_flight or self._masks.making or self._requests.media.unused
             self._idle = not (planned or committed or waits)
             received = self._read()
-            if self._requests.media.unused:
-                self._free_media()
+            if self._requests.media.unused and (pages := self._requests.media.next_free(self._executor.encodes_read)):
+                self._executor.free_media(pages)
             if planned or committed or received:
                 self._waiter.reset()
             elif waits:
@@ -134,10 +134,6 @@ class Core:
                 self._stopping = True
             case Control():
                 self._report = True
-
-    def _free_media(self) -> None:
-        if (pages := self._requests.media.next_free(self._executor.encodes_read)) is not None:
-            self._executor.free_media(pages)
 
     def _change_adapter(self, change: AdapterChange) -> None:
         adapters = self._requests.adapters

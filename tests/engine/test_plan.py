@@ -313,7 +313,6 @@ def test_status_fields_have_one_writer_each() -> None:
     block.read_encodes(1, 12)
     figures = EncoderFigures(*(2**64 - number for number in range(1, 12)))
     block.encoder(1, figures)
-    assert block.encodes_read(1) == 12
     expected = RankStatus(7, 6, 2**63, 99, 4500, 2**63, 65535, 12, hashes={6: 0xFFFFFFFF}, encoder=figures)
     assert block.read(1) == expected
     block.heartbeat(1, 100)

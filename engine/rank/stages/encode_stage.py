@@ -188,7 +188,8 @@ class EncodeStage:
         inputs: list[Tensor] = []
         places: list[int] = []
         for item in items:
-            split = encoder.inputs(self._memory(item))
+            data = torch.empty(item.shape, dtype=_DTYPES[item.kind], pin_memory=self._stream is not None)
+            split = encoder.inputs(data)
             inputs += split
             places += accumulate((one.nbytes for one in split[:-1]), initial=item.place)
         rows = [encoder.rows(one) for one in inputs]
@@ -202,9 +203,6 @@ class EncodeStage:
                 self._media.read_into(one.view(-1).view(torch.uint8).numpy().data, place)
         counts = np.bincount(owners, rows, self._parallel.size if ranks > 1 else 1).astype(int).tolist()
         return EncodeShare(encoder, items, own_inputs, counts)
-
-    def _memory(self, item: PlacedItem) -> Tensor:
-        return torch.empty(item.shape, dtype=_DTYPES[item.kind], pin_memory=self._stream is not None)
 
     def _gathered_rows(self, share: EncodeShare) -> Tensor:
         encoder = share.encoder
