@@ -25,9 +25,9 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTION)
 ALLOWED: dict[str, tuple[int, ...]] = {
     "engine/core": (0, 0, 0, 0, 0, 0, 0, 4, 13),
     "engine/rank": (0, 0, 0, 0, 0, 0, 0, 4, 17),
-    "engine/front": (0, 0, 0, 0, 0, 0, 0, 1, 29),
+    "engine/front": (0, 0, 0, 0, 0, 0, 0, 1, 28),
     "engine": (0, 0, 0, 0, 0, 0, 0, 2, 12),
-    "kernels": (0, 0, 0, 0, 0, 0, 0, 8, 26),
+    "kernels": (0, 0, 0, 0, 0, 0, 0, 8, 25),
     "cluster": (0, 0, 0, 0, 0, 0, 0, 0, 13),
     "deploy/edge": (0, 0, 0, 0, 0, 0, 0, 1, 16),
     "deploy": (0, 0, 0, 0, 0, 0, 0, 1, 18),
@@ -36,14 +36,14 @@ ALLOWED: dict[str, tuple[int, ...]] = {
 }
 # Words of the docstrings of each room, with 1 % of slack.
 BUDGETS = {
-    "engine/core": 2_773,
-    "engine/rank": 5_744,
-    "engine/front": 2_622,
-    "engine": 3_838,
-    "kernels": 6_573,
-    "cluster": 705,
-    "deploy/edge": 5_259,
-    "deploy": 2_069,
+    "engine/core": 2_799,
+    "engine/rank": 5_798,
+    "engine/front": 2_586,
+    "engine": 3_865,
+    "kernels": 6_637,
+    "cluster": 707,
+    "deploy/edge": 5_256,
+    "deploy": 2_081,
     "dashboards": 551,
     "docs": 0,
 }

@@ -30,16 +30,16 @@ ROOMS = (
 # Tokens of each room: what is there and 1 % of slack. Who comes below lowers the bound; who needs more says what the new
 # feature replaced. The goal of the product for the same features: 215 000 tokens, of them 90 000 of the engine.
 BOUNDS = {
-    "engine/core": 22_548,
-    "engine/rank": 56_697,
-    "engine/front": 25_330,
-    "engine": 24_746,
-    "kernels": 70_942,
-    "cluster": 5_617,
-    "deploy/edge": 57_916,
-    "deploy": 24_005,
+    "engine/core": 22_740,
+    "engine/rank": 57_211,
+    "engine/front": 25_201,
+    "engine": 24_963,
+    "kernels": 74_744,
+    "cluster": 5_634,
+    "deploy/edge": 57_860,
+    "deploy": 24_061,
     "dashboards": 5_792,
-    "tests": 615_676,
+    "tests": 625_321,
 }
 CONSTRUCTOR = 250  # tokens of the largest
 _COUNTED = frozenset({tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING})
