@@ -323,7 +323,8 @@ def test_greedy_tokens_are_the_largest_adjusted_logits(rank: Rank, runner: Runne
     behind the formulas; as if nothing were adjusted it is not."""
     raw = []
     logits = runner.forward_stage.model.head.logits
-    monkeypatch.setattr(runner.forward_stage.model.head, "logits", lambda hidden: raw.append(logits(hidden)) or raw[-1].clone())
+    head = runner.forward_stage.model.head
+    monkeypatch.setattr(head, "logits", lambda *at, **how: raw.append(logits(*at, **how)) or raw[-1].clone())
     prompt = PROMPTS[0]
     wanted = LogitAdjustments(
         repetition_penalty=1.4, frequency_penalty=1.5, presence_penalty=1.0, bias=((77, 3.0), (5, -float("inf"))), bad_words=((9,),)
