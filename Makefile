@@ -43,12 +43,10 @@ EXTRAS-artefacts := [artefacts,test]
 serve: $(VENV)/.installed-serve
 	@exec $(BIN)/python -m deploy.cli serve $(CONFIG)
 
-# First what may share the machine, a file at a time on each of some workers; then, whatever came of that, what must have it for itself;
-# then stacks, one after the other, and at low priority what only computes: a stack often waits.
+# First what may share the machine, a file at a time on each of some workers; then, whatever came of that, what must have it for itself.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "(pure or cpu) and not (alone or patient or slow)" $(PYTEST_ARGS); shared=$$?; \
-	$(BIN)/python -m pytest -m "alone and not (serve or gpu or gpu4 or slow)" $(PYTEST_ARGS); alone=$$?; \
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "(serve or patient) and not slow" $(PYTEST_ARGS) && exit $$((shared + alone))
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "(pure or cpu) and not alone and not slow" $(PYTEST_ARGS); shared=$$?; \
+	$(BIN)/python -m pytest -m "(alone or serve) and not (gpu or gpu4 or slow)" $(PYTEST_ARGS) && exit $$shared
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests training $(PYTEST_ARGS)

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
@@ -23,7 +22,6 @@ LONGEST = {
     *("test_compile", "test_plan_command", "test_sequence_parallel", "test_step_times", "test_random_models", "test_drafters"),
 }
 GPUS_NEEDED = {"gpu": 1, "gpu4": 2}
-PATIENT = 19  # niceness
 
 # Tests reach no network, and their children inherit that: each `httpx.get` would read all certificates, for 40 ms of CPU.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -49,18 +47,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if may_match(collection_path.read_text(), marks) else True
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadgroup` one worker runs the serve tier and another all else."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Tiers(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return str(nodeid.startswith("tests/serve/"))
-
-    return Tiers(config, log) if config.getoption("dist") == "loadgroup" else None
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort by tier, refuse a test without one, and skip what this machine has too few GPUs for."""
     items.sort(key=lambda item: (ORDER.index(_tier(item)), item.path.stem not in LONGEST))
@@ -71,10 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """One thread for torch in the cpu tier: the machine may have two cores, and small shapes gain nothing from both. What is
-    patient gives way to the serve tier on another worker."""
-    if item.get_closest_marker("patient") and item.config.getoption("loadgroup", False):
-        os.nice(PATIENT)
+    """One thread for torch in the cpu tier: the machine may have two cores, and small shapes gain nothing from both."""
     if _tier(item) == "cpu":
         import torch
 

@@ -28,7 +28,7 @@ from tests.support.guard_pages import guarded
 from tests.support.launches import record
 from tests.support.repo_rules import ROOT
 
-pytestmark = [pytest.mark.cpu, pytest.mark.patient]
+pytestmark = pytest.mark.cpu
 
 CPU = torch.device("cpu")
 # What needs other ranks: the check of sums and gathers is engine.rank.parallel.self_check.

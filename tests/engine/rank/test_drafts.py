@@ -41,7 +41,7 @@ from tests.support.judge import assistants
 from training.exercises import exam
 from training.train import ExampleBuilder
 
-pytestmark = [pytest.mark.cpu, pytest.mark.patient]
+pytestmark = pytest.mark.cpu
 
 AT_ONCE, LENGTH, RIGHT = 32, 96, 0.8
 SKILLS = ("story", "think", "describe", "json", "sort", "edge")

@@ -19,7 +19,7 @@ from engine.quantisation import read_quantisation
 from tests.support.engine.format_model import logits, unrounded, write_base
 from tests.support.engine.quantised import KINDS, Tensors, as_held, dequantised, saved, values
 
-pytestmark = [pytest.mark.cpu, pytest.mark.patient]
+pytestmark = pytest.mark.cpu
 
 TOLERANCE = 1e-4  # fp32 logits: another order of sums
 FAULT = 100 * TOLERANCE

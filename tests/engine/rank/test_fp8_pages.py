@@ -35,7 +35,7 @@ from tests.support.engine.paged import Logits, caches, run_steps, script
 from tests.support.engine.threads import run_ranks
 from tests.support.judge.oracle import judge, load_oracle, soft_cap
 
-pytestmark = [pytest.mark.cpu, pytest.mark.patient]
+pytestmark = pytest.mark.cpu
 
 TOLERANCE = 1e-4
 FAULT = 100 * TOLERANCE

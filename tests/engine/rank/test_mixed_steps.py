@@ -30,7 +30,7 @@ from tests.support.engine.plan_stream import logprob_error
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import PAGES, config_of, padded_shapes, tokens_of
 
-pytestmark = [pytest.mark.cpu, pytest.mark.patient]
+pytestmark = pytest.mark.cpu
 
 DRAFTS = 3
 PLANS = load()[0][:70]  # of the committed stream

@@ -24,7 +24,7 @@ from tests.support.engine.paged import Logits, PlantFault, Step, caches, run_ste
 from tests.support.engine.threads import SkippedReduce, ThreadParallel, run_ranks
 from tests.support.judge.oracle import Verdict, judge, load_oracle, soft_cap
 
-pytestmark = [pytest.mark.cpu, pytest.mark.patient]
+pytestmark = pytest.mark.cpu
 
 MEMBERS = list(SHAPES)
 TOLERANCE = 1e-4

@@ -26,7 +26,7 @@ from tests.support.engine.listed_steps import META, SLOTS, drafts, geometry, int
 from tests.support.engine.quantised import saved
 from tests.support.launches import Node, record
 
-pytestmark = [pytest.mark.cpu, pytest.mark.patient]
+pytestmark = pytest.mark.cpu
 
 # Bytes of stack that are known: the slow path of sin and cos.
 STACK = {("_rotary", (9, 0)): 32}
