@@ -18,7 +18,6 @@ pytestmark = pytest.mark.cpu
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}  # weights, and the result, are rounded to bf16
 TILES = [
-    Tile("gemv", 1, 4, 256),
     Tile("gemv", 2, 2, 128),
     Tile("gemm", 16, 32, 128, stages=2),
     Tile("gemm", 16, 16, 256, stages=2, swap=True),
