@@ -16,7 +16,6 @@ from engine.plan import Admission, StepPlan, encode_plan, single_rows
 from engine.protocol import SamplingParams
 from engine.rank.kv import KVCache
 from engine.rank.runner import Runner
-from engine.step_shapes import StepShapes
 
 SERIES = {"cuda": (3, 3), "cpu": (1,)}  # steps timed at each point, after an untimed one; the quicker series counts
 CONTEXTS = (16, 1024)  # context of each decode row, if max_len allows it
@@ -60,7 +59,7 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
         attend_ms = max(0.0, more - less) / max(1, many[0] - few[0])
         read_ms = max(0.0, less - few[0] * attend_ms)
     probe.clear()
-    sizes = tuple(sorted({each.prompts for each in StepShapes.of(config).sizes if each.prompts}))
+    sizes = tuple(sorted({each.prompts for each in runner.shapes.sizes if each.prompts}))
     return StepTimes(
         decodes, prefills, tuple(mixed) or ((1, 0.0),), context_ms, read_ms, attend_ms, tile, drafts, drafting, sizes
     )
