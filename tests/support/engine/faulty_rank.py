@@ -1,10 +1,11 @@
 """A rank with a fault planted in it: `python -m tests.support.engine.faulty_rank FAULT '<BootArgs>'`, the real worker otherwise.
 
-    page      one page of the full group: an append names a page that another slot holds
+    page      one page of the full group: an append names the page before it, whose tokens are overwritten
     reduce    one sum over the ranks is left out: this rank keeps its own part
     token     one row's token is reported as another than the one that was sampled, on this rank alone
 
-The fault falls once, in the PURE-th step that only decodes: by then every request is running.
+The fault falls once: `page` in the first sequence of two pages, the others in the PURE-th step that only decodes, when every
+request is running.
 """
 
 import sys
@@ -50,32 +51,32 @@ class Plant:
 
 @dataclass
 class _Fault:
-    """What the patched functions know between calls. `held`: the last page appended to each (group, slot)."""
+    """What the patched functions know between calls. `last`: the full group's last page of each slot."""
 
     name: str
     pure: int = 0
     planted: bool = False
     countdown: int = -1
-    held: dict[tuple[int, int], int] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
 
     def read(self, data: bytes) -> PlanView:
         """In place of read_plan."""
         plan = decode_plan(data)
         self.pure += not plan.chunks
-        if self.pure >= PURE and not self.planted and self.name == "page":
+        if self.name == "page" and not self.planted:
             plan = self._misplace(plan)
         elif self.pure >= PURE and not self.planted and self.name == "reduce":
             self.planted, self.countdown = True, SUM
-        self.held |= {(append.group, append.slot): append.page for append in plan.appends}
         return read_plan(encode_plan(plan))
 
     def _misplace(self, plan: StepPlan) -> StepPlan:
         for at, append in enumerate(plan.appends):
-            others = [page for (other, slot), page in self.held.items() if other == FULL and slot != append.slot]
-            if append.group == FULL and others:
+            if append.group == FULL and append.index:
                 self.planted = True
-                wrong = PageAppend(FULL, append.slot, append.index, others[0])
+                wrong = PageAppend(FULL, append.slot, append.index, self.last[append.slot])
                 return replace(plan, appends=[*plan.appends[:at], wrong, *plan.appends[at + 1 :]])
+            if append.group == FULL:
+                self.last[append.slot] = append.page
         return plan
 
     def sampled(self, chosen: Tensor) -> None:
