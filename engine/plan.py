@@ -2,11 +2,11 @@
 
 Little-endian; header and fixed-width sections are one run of int32 that a rank copies to its device.
 
-    StepPlan    header [16] | rows [n,3] | chunks [n,6] | appends [n,4] | releases [n,4] | zeros [n,2] | spans [n,2] | encodes [n,4]
-                | admissions, msgpack | media items, msgpack
+    StepPlan    header [16] | rows [n,3] | chunks [n,6] | appends [n,4] | releases [n,4] | zeros [n,2] | spans [n,2]
+                | admissions, msgpack | encodes, msgpack
     StepResult  header | table [n,4 + W + D] | logprobs of tokens by row, and of prompts, msgpack
 
-    plan header, int32: 0, flags, step (two words), rows of each section, bytes of admissions; drafts; bytes of media items; 0 ...
+    plan header, int32: 0, flags, step (two words), rows of each section, bytes of admissions; drafts; bytes of encodes; 0 ...
     rows      slot, width, flags       decode rows: the next token and width - 1 drafts
     chunks    slot, start, end, first_logit, first span, spans       positions [start, end) of a prompt; logits from first_logit on,
               the last one's give the token at `end`
@@ -14,7 +14,6 @@ Little-endian; header and fixed-width sections are one run of int32 that a rank 
     releases  group, slot, first, count         entries [first, first + count) become the null page
     zeros     group, page                       zeroed before the step writes to it
     spans     begin, end                        positions of a chunk that attend bidirectionally
-    encodes   slot, first position, rows, item
     table     slot, number & NUMBER_MASK, tokens given, flags, W tokens, D new drafts, if the plan is masked
 
 A plan is a diff: releases, admissions (which clear table rows), appends and zeros, then one forward.
@@ -47,7 +46,7 @@ Section = list[tuple[int, ...]]  # of a plan: rows of SECTIONS[name] numbers
 HEADER = 16  # int32 of a plan's header
 STEP = 2  # index in the header of the step's low word
 COUNTS = 4  # index in the header of the first section's row count; the other sections' and the bytes of admissions follow
-SECTIONS = {"rows": 3, "chunks": 6, "appends": 4, "releases": 4, "zeros": 2, "spans": 2, "encodes": 4}  # in order: int32 of a row
+SECTIONS = {"rows": 3, "chunks": 6, "appends": 4, "releases": 4, "zeros": 2, "spans": 2}  # in order: int32 of a row
 RESULT_HEAD = 4  # int32 of a result's row in front of its tokens
 DEPTH = 2  # plans out at a time: one running, one queued
 MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
@@ -58,11 +57,10 @@ _PLAN = struct.Struct(f"<4xIQ{len(SECTIONS) + 3}I{4 * (HEADER - COUNTS - len(SEC
 _encode = msgspec.msgpack.Encoder().encode
 _decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int, int]]).decode
 _NONE = _encode(())
-_decode_media = msgspec.msgpack.Decoder(tuple[PlacedItem, ...]).decode
 _RESULT = struct.Struct("<IQIII")
 _LOGPROBS_BYTES = 13 + 15 * MAX_ALTERNATIVES  # that Logprobs take at most
 _LOGPROBS_ROW_BYTES = 10  # of a row's logprobs, at most, without its tokens'
-_MEDIA_BYTES = 1 << 20  # of a plan's media items: 4097 of 150 bytes, with 11 more for each of 12 600 spans
+_ENCODES_BYTES = 1 << 20  # of a plan's encodes: 4097 of 150 bytes, with 11 more for each of 12 600 spans
 PROMPT_ROW_BYTES = 28  # of a PromptRow, at most, without its words
 
 FLAG_STOP = 1
@@ -93,6 +91,14 @@ class Admission(NamedTuple):
     adapter: int = NO_ADAPTER
 
 
+class Encode(NamedTuple):
+    slot: int
+    item: PlacedItem
+
+
+_decode_encodes = msgspec.msgpack.Decoder(tuple[Encode, ...]).decode
+
+
 class StepPlan(msgspec.Struct):
     step: int
     stop: bool = False
@@ -104,9 +110,8 @@ class StepPlan(msgspec.Struct):
     releases: Section = []
     zeros: Section = []
     spans: Section = []
-    encodes: Section = []
     admissions: list[Admission] = []
-    media: list[PlacedItem] = []  # of `encodes`
+    encodes: list[Encode] = []
 
     @property
     def result_slots(self) -> list[int]:
@@ -131,9 +136,8 @@ class PlanView(NamedTuple):
     releases: np.ndarray
     zeros: np.ndarray
     spans: np.ndarray
-    encodes: np.ndarray
     admissions: tuple[Admission, ...]
-    media: tuple[PlacedItem, ...]
+    encodes: tuple[Encode, ...]
 
     @property
     def width(self) -> int:
@@ -198,9 +202,9 @@ def encode_plan(plan: StepPlan) -> bytes:
     sections = [getattr(plan, name) for name in SECTIONS]
     admitted = [new._replace(tokens=pack_tokens(new.tokens), params=_sent(new.params)) for new in plan.admissions]
     admissions = _encode(admitted) if admitted else b""
-    media = _encode(plan.media) if plan.media else b""
-    header = _PLAN.pack(flags, plan.step, *map(len, sections), len(admissions), plan.drafts, len(media))
-    return b"".join([header, *map(_packed, sections), admissions, media])
+    encodes = _encode(plan.encodes) if plan.encodes else b""
+    header = _PLAN.pack(flags, plan.step, *map(len, sections), len(admissions), plan.drafts, len(encodes))
+    return b"".join([header, *map(_packed, sections), admissions, encodes])
 
 
 def _packed(section: Section) -> bytes:
@@ -214,7 +218,7 @@ def largest_plan(seqs: int, max_len: int, budget: int, page: int, groups: int, *
     admission = max_len + MAX_PARAMS + 4 * groups * (max_len // page + 1)
     held = most_appends(seqs, budget, page, groups, width)
     rows = seqs * (3 + 6) + 6 * budget + 4 * held + 4 * groups * seqs + 2 * (held + groups * (max_len // page + 1))
-    return 4 * (HEADER + rows + max(admission, MAX_ADMITTED)) + _MEDIA_BYTES
+    return 4 * (HEADER + rows + max(admission, MAX_ADMITTED)) + _ENCODES_BYTES
 
 
 def most_appends(seqs: int, budget: int, page: int, groups: int, width: int) -> int:
@@ -242,23 +246,23 @@ def read_header(data: bytes) -> tuple[bool, bool]:
 
 def read_plan(data: bytes) -> PlanView:
     """Reads in place. ValueError: wrong length."""
-    flags, step, *counts, size, drafts, media_size = _PLAN.unpack_from(data)
+    flags, step, *counts, size, drafts, encodes_size = _PLAN.unpack_from(data)
     sections = {}
     end = HEADER
     for (name, width), count in zip(SECTIONS.items(), counts, strict=True):
         sections[name] = np.frombuffer(data, np.int32, count * width, 4 * end).reshape(count, width)
         end += count * width
-    media_start = 4 * end + size
-    if media_start + media_size != len(data):
-        raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {media_start + media_size}")
-    admitted = _decode_admissions(memoryview(data)[4 * end : media_start] or _NONE)
-    media = _decode_media(memoryview(data)[media_start:] or _NONE)
+    encodes_start = 4 * end + size
+    if encodes_start + encodes_size != len(data):
+        raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {encodes_start + encodes_size}")
+    admitted = _decode_admissions(memoryview(data)[4 * end : encodes_start] or _NONE)
+    encodes = _decode_encodes(memoryview(data)[encodes_start:] or _NONE)
     admissions = tuple(
         Admission(slot, number, _ids(tokens), prompt, params, cached, adapter)
         for slot, number, tokens, prompt, params, cached, adapter in admitted
     )
     masked = bool(flags & FLAG_MASKED)
-    return PlanView(step, masked, drafts, np.frombuffer(data, np.int32, end), **sections, admissions=admissions, media=media)
+    return PlanView(step, masked, drafts, np.frombuffer(data, np.int32, end), **sections, admissions=admissions, encodes=encodes)
 
 
 def _ids(data: bytes) -> Sequence[int]:

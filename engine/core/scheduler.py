@@ -30,7 +30,7 @@ from engine.kv_events import CacheEvents
 from engine.lifeline import StepTimes
 from engine.media_geometry import MediaGeometries
 from engine.memory import ENCODER_ROWS, longest_sequence
-from engine.plan import MAX_SCORED, ROW_MASKED, StepPlan, StepResult
+from engine.plan import MAX_SCORED, ROW_MASKED, Encode, StepPlan, StepResult
 from engine.protocol import DraftSwitches, Load, PlacedItem, PoolLoad
 from engine.step_shapes import buckets
 
@@ -47,8 +47,7 @@ class StepBuilder(InFlightStep, kw_only=True):
     def encode(self, sequence: Sequence, item: PlacedItem) -> bool:
         if self.plan.encodes and item.length > self.encoder_rows:
             return False
-        self.plan.encodes.append((sequence.slot, item.first, item.length, sequence.media.encoded))
-        self.plan.media.append(item)
+        self.plan.encodes.append(Encode(sequence.slot, item))
         self.encoder_rows -= item.length
         return True
 

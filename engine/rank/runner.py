@@ -236,7 +236,7 @@ class Runner:
             if plan.drafts and self.draft_stage is not None:
                 sampled = self._drafted(step, step.batch, sampled, self.draft_stage)
         launched = self.report_stage.start(step, rows, sampled, masks)
-        if len(plan.encodes) and not step.encodes_begun:
+        if plan.encodes and not step.encodes_begun:
             self.encode_stage.encode(plan)
         return launched
 

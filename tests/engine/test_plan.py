@@ -19,7 +19,7 @@ from engine.channel import create_shared, map_shared
 from engine.logit_adjustments import MAX_ALLOWED_IDS, MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS, LogitAdjustments
 from engine.memory import ENCODER_ROWS
 from engine.plan import (
-    _MEDIA_BYTES,
+    _ENCODES_BYTES,
     COUNTS,
     HEADER,
     MAX_PARAMS,
@@ -30,6 +30,7 @@ from engine.plan import (
     SECTIONS,
     STEP,
     Admission,
+    Encode,
     PromptRow,
     ResultRow,
     StepPlan,
@@ -60,7 +61,6 @@ from engine.vision_geometry import SIDE
 from tests.support.engine.plans import (
     KINDS,
     DecodeRow,
-    Encode,
     PageAppend,
     PageRelease,
     PageZero,
@@ -113,7 +113,7 @@ TOKENS = st.lists(INT32, max_size=40)
 ADMISSION = lists(Admission, INT32, st.integers(0, 2**63 - 1), TOKENS, SMALL, PARAMS, SMALL, st.integers(-1, 63))
 RUNS = st.lists(st.tuples(INT32, INT32), max_size=3).map(tuple)
 SHAPES = st.lists(SMALL, max_size=4).map(tuple)
-PLACED = lists(
+PLACED = st.builds(
     PlacedItem, INT32, SMALL, st.binary(min_size=32, max_size=32), RUNS, st.sampled_from(get_args(MediaKind)), SHAPES,
     st.integers(0, 2**63 - 1),
 )  # fmt: skip
@@ -122,7 +122,7 @@ PLANS = st.builds(
     admissions=ADMISSION, appends=lists(PageAppend, INT32, INT32, INT32, INT32), zeros=lists(PageZero, INT32, INT32),
     chunks=lists(PrefillChunk, INT32, INT32, INT32, INT32, INT32, INT32), masked=st.booleans(),
     rows=lists(DecodeRow, INT32, INT32, st.sampled_from([0, ROW_MASKED])), spans=lists(Span, INT32, INT32),
-    encodes=lists(Encode, INT32, INT32, INT32, INT32), media=PLACED,
+    encodes=lists(Encode, INT32, PLACED),
 )
 LOGPROBS = st.builds(Logprobs, FLOAT32, st.lists(st.tuples(INT32, FLOAT32), max_size=5))
 GIVEN = st.lists(st.tuples(INT32, LOGPROBS), max_size=4)  # tokens, and their logprobs
@@ -184,9 +184,10 @@ def test_the_largest_media_are_bounded() -> None:
         spans = tuple((500_000 + 2 * frame, 500_001 + 2 * frame) for frame in range(frames))
         film = PlacedItem(500_000, 2 * frames, bytes(32), spans, "video", (frames, SIDE, SIDE, 3), place)
         one = PlacedItem(500_000, 1, bytes(32), ((500_000, 500_001),), "image", (SIDE, SIDE, 3), place)
-        return len(encode_plan(StepPlan(1, media=[film, *[one] * ENCODER_ROWS * times]))) - len(encode_plan(StepPlan(1)))
+        encodes = [Encode(1, item) for item in (film, *[one] * ENCODER_ROWS * times)]
+        return len(encode_plan(StepPlan(1, encodes=encodes))) - len(encode_plan(StepPlan(1)))
 
-    assert size(1) <= _MEDIA_BYTES < size(4)
+    assert size(1) <= _ENCODES_BYTES < size(4)
 
 
 @given(PLANS)
@@ -198,10 +199,10 @@ def test_a_rank_reads_sections_in_place(plan: StepPlan) -> None:
     assert view.fixed.tobytes() == data[: view.fixed.nbytes]
     assert view.fixed[STEP] == np.uint32(plan.step & 0xFFFFFFFF).view(np.int32)
     sections = [getattr(view, name) for name in SECTIONS]
-    *counts, admissions, drafts, media = view.fixed[COUNTS : COUNTS + len(SECTIONS) + 3].tolist()
+    *counts, admissions, drafts, encodes = view.fixed[COUNTS : COUNTS + len(SECTIONS) + 3].tolist()
     assert (counts, drafts) == ([*map(len, sections)], plan.drafts)
-    assert admissions + media == len(data) - view.fixed.nbytes
-    assert (media > 0) == bool(plan.media)
+    assert admissions + encodes == len(data) - view.fixed.nbytes
+    assert (encodes > 0) == bool(plan.encodes)
     assert np.array_equal(view.fixed[HEADER:], np.concatenate([section.ravel() for section in sections]))
     for name, section in zip(SECTIONS, sections, strict=True):
         assert section.tolist() == [list(row) for row in getattr(plan, name)]

@@ -109,14 +109,14 @@ class EncodeStage:
     def encode(self, plan: PlanView) -> None:
         """Begin the encodes of a plan."""
         self._gather()
-        items = plan.media
+        items = [item for _, item in plan.encodes]
         asked = {_key(item): item for item in items}
         self._outputs = {key: output for key in asked if (output := self._cache.take(key)) is not None}
         new = [item for key, item in asked.items() if key not in self._outputs]
         of_kinds = ((encoder, [item for item in new if item.kind == kind]) for kind, encoder in self._encoders.items())
         self._shares = [self._share_out(encoder, items) for encoder, items in of_kinds if items]
         self._items = [EncodedItem(item, np.concatenate([np.arange(*run) for run in item.runs])) for item in items]
-        for slot, encoded in zip(plan.encodes[:, 0].tolist(), self._items, strict=True):
+        for (slot, _), encoded in zip(plan.encodes, self._items, strict=True):
             self._slot_items[slot].append(encoded)
         self._pieces = self._launches()
         self._end = None
@@ -236,7 +236,7 @@ def batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Te
 def reaches_encodes(plan: PlanView) -> bool:
     """Whether a chunk reads an item that its own plan encodes."""
     ends = dict(plan.chunks[:, [0, 2]].tolist())
-    return any(first < ends.get(slot, 0) for slot, first in plan.encodes[:, :2].tolist())
+    return any(item.first < ends.get(slot, 0) for slot, item in plan.encodes)
 
 
 def _key(item: MediaItem) -> Key:

@@ -130,7 +130,7 @@ def chunks_of(
     chunks = []
     while (plan := scheduler.schedule()) is not None:
         ((_, start, end, *_),) = plan.chunks
-        chunks.append(((start, end), sum(rows for _, _, rows, _ in plan.encodes)))
+        chunks.append(((start, end), sum(item.length for _, item in plan.encodes)))
     return chunks
 
 

@@ -77,7 +77,7 @@ def test_no_plan_is_larger_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
     are not counted, and a plan exceeds it."""
     monkeypatch.setattr("engine.core.admit.MAX_ADMITTED", 1500)
     monkeypatch.setattr("engine.plan.MAX_ADMITTED", 1500)
-    monkeypatch.setattr("engine.plan._MEDIA_BYTES", 0)  # these plans have no media
+    monkeypatch.setattr("engine.plan._ENCODES_BYTES", 0)  # these plans have no media
     largest, bound = cached_at_once()
     assert 4 * 1200 < largest <= bound
     monkeypatch.setattr("engine.core.admit.admission_size", lambda *sizes: 0)

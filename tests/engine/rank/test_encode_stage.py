@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine import media_memory
 from engine.media_memory import MediaReader
-from engine.plan import Admission, StepPlan, encode_plan, read_plan
+from engine.plan import Admission, Encode, StepPlan, encode_plan, read_plan
 from engine.protocol import DecodedItem, PlacedItem, SamplingParams
 from engine.rank import output_cache
 from engine.rank.batch import Chunk
@@ -390,7 +390,7 @@ def test_which_plans_need_their_items_at_once() -> None:
     """One with a chunk beyond an item's first position, in the item's slot; not one whose chunks end there, or have other slots."""
 
     def reaches(*chunks: PrefillChunk) -> bool:
-        encodes = [(1, 20, 6, 0), (3, 40, 6, 0)]
+        encodes = [Encode(1, picture(20, 1)), Encode(3, picture(40, 1))]
         return reaches_encodes(read_plan(encode_plan(StepPlan(1, chunks=list(chunks), encodes=encodes))))
 
     assert reaches(PrefillChunk(1, 0, 21, 21))

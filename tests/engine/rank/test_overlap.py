@@ -19,7 +19,7 @@ from engine.core.pending import MediaUses
 from engine.geometry import KVGroup
 from engine.lifeline import BootArgs
 from engine.media_memory import PIECE_BYTES, MediaReader
-from engine.plan import StepPlan, encode_rows, read_plan
+from engine.plan import Encode, StepPlan, encode_rows, read_plan
 from engine.protocol import Abort, AbortReason, DecodedItem, MediaEnd
 from engine.rank.worker import Worker
 from engine.rank_status import STATUS_BYTES, EncoderFigures, StatusBlock
@@ -178,7 +178,7 @@ class Reading(SlowDevice):
 
     def launch(self, data: bytes, masks: bytes = b"") -> "SlowStep":
         self.read.append(self.pieces)
-        for item in read_plan(data).media:
+        for _, item in read_plan(data).encodes:
             self.encodes += 1
             self.media.read_into(memoryview(self.data), item.place)
         return super().launch(data, masks)
@@ -194,7 +194,7 @@ def test_a_step_is_launched_while_media_are_read(blocking: bool) -> None:
     the first step ends, and the core then knows."""
     with wires() as ends:
         core, device = RingExecutor(ends.args, ends.status), Reading(step_s=0.5, blocking=blocking)
-        core.submit(StepPlan(1, encodes=[(0, 0, 4, 0)], media=list(MEMORY.place([PICTURE]))))
+        core.submit(StepPlan(1, encodes=[Encode(0, item) for item in MEMORY.place([PICTURE])]))
         core.submit(StepPlan(2))
         core.submit(StepPlan(3, stop=True))
         assert core.encodes_read == 0

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.config import engine_config
 from engine.logit_adjustments import LogitAdjustments
-from engine.plan import Admission, PlanView, StepPlan, StepResult, encode_plan, read_plan, single_rows
-from engine.protocol import MAX_ALTERNATIVES, Logprobs, SamplingParams
+from engine.plan import Admission, Encode, PlanView, StepPlan, StepResult, encode_plan, read_plan, single_rows
+from engine.protocol import MAX_ALTERNATIVES, Logprobs, PlacedItem, SamplingParams
 from engine.rank import runner as rank_runner
 from engine.rank.batch import ForwardBatch
 from engine.rank.builder import Rank, build
@@ -106,12 +106,13 @@ def test_encodes_begin_behind_a_forward_that_needs_none(rank: Rank, reached: boo
     made, phases, phase = build(rank, PAGES), list[str](), "forward"
 
     def begun(plan: PlanView) -> None:
-        assert plan.encodes[:, 0].tolist() == [3]
+        assert [slot for slot, _ in plan.encodes] == [3]
         phases.append(phase)
 
     monkeypatch.setattr(made.encode_stage, "encode", begun)
     monkeypatch.setattr(rank_runner, "reaches_encodes", lambda plan: reached)
-    step, phase = made.forward(encode_plan(msgspec.structs.replace(first_plan(), encodes=[(3, 200, 4, 0)]))), "sample"
+    encodes = [Encode(3, PlacedItem(200, 4, bytes(32), (), "image", (4,), 0))]
+    step, phase = made.forward(encode_plan(msgspec.structs.replace(first_plan(), encodes=encodes))), "sample"
     made.sample(step).finish()
     assert phases == ["forward" if reached else "sample"]
 

@@ -98,7 +98,7 @@ class KVMachine:
         """Queue a plan, through its bytes."""
         if plan.encodes:
             self.submitted += 1
-            self.unread.append((self.submitted, plan.media))
+            self.unread.append((self.submitted, [item for _, item in plan.encodes]))
         data = encode_plan(plan)
         self.largest = max(self.largest, len(data))
         decoded = decode_plan(data)
@@ -184,10 +184,9 @@ class KVMachine:
             for table in self.tables:
                 table[slot] = [0] * len(table[slot])
         self.encoding += bool(plan.encodes)
-        for slot, first, rows, item in map(tuple, plan.encodes):
-            known = self.media[self.seed[slot]][item]
-            assert (known.first, known.length) == (first, rows), (known, first, rows)
-            self.encoded[slot].add(item)
+        for slot, item in plan.encodes:
+            own = [(known.first, known.length) for known in self.media[self.seed[slot]]]
+            self.encoded[slot].add(own.index((item.first, item.length)))
             self.encodes += 1
         for zero in plan.zeros:
             self.poisoned[zero.group].pop(zero.page, None)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from engine.channel import create_shared
 from engine.front.client import _placed
 from engine.media_memory import MediaReader, MediaWriter, free_media
-from engine.plan import PlanView, StepPlan, encode_plan, read_plan
+from engine.plan import Encode, PlanView, StepPlan, encode_plan, read_plan
 from engine.protocol import DecodedItem, MediaItem, PlacedItem
 
 
@@ -56,5 +56,5 @@ def fields(item: MediaItem) -> list[object]:
 def plan_of(media: Iterable[PlacedItem], slots: Sequence[int] = ()) -> PlanView:
     """A plan that encodes these items, of slot 0 or those given."""
     items = list(media)
-    encodes = [(slot, item.first, item.length, 0) for slot, item in zip(slots or [0] * len(items), items, strict=True)]
-    return read_plan(encode_plan(StepPlan(1, encodes=encodes, media=items)))
+    encodes = [Encode(slot, item) for slot, item in zip(slots or [0] * len(items), items, strict=True)]
+    return read_plan(encode_plan(StepPlan(1, encodes=encodes)))

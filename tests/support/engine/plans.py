@@ -66,16 +66,8 @@ class Span(NamedTuple):
     end: int
 
 
-class Encode(NamedTuple):
-    slot: int
-    first: int
-    rows: int
-    item: int
-
-
 KINDS = {
     "rows": DecodeRow, "chunks": PrefillChunk, "appends": PageAppend, "releases": PageRelease, "zeros": PageZero, "spans": Span,
-    "encodes": Encode,
 }  # fmt: skip
 
 
@@ -84,7 +76,7 @@ def decode_plan(data: bytes) -> StepPlan:
     view = read_plan(data)
     sections = {name: [KINDS[name](*row) for row in getattr(view, name).tolist()] for name in SECTIONS}
     admissions = [admission._replace(tokens=np.asarray(admission.tokens).tolist()) for admission in view.admissions]
-    return StepPlan(view.step, *read_header(data), view.drafts, **sections, admissions=admissions, media=list(view.media))
+    return StepPlan(view.step, *read_header(data), view.drafts, **sections, admissions=admissions, encodes=list(view.encodes))
 
 
 def decode_slots(plan: StepPlan) -> list[int]:

@@ -48,8 +48,8 @@ def draw_media(seed: int, number: int, length: int) -> tuple[PlacedItem, ...]:
 def check_budget(scheduler: Scheduler, plan: StepPlan) -> None:
     """A step with chunks has at most its budget of rows, decode rows and their drafts among them; prompts may have a quarter. A
     span that is longer is a chunk of its own, and the only one; of what is encoded at once, all but one item are bounded."""
-    encoded = sum(rows for _, _, rows, _ in plan.encodes)
-    assert len(plan.encodes) < 2 or encoded - plan.encodes[0][2] <= scheduler.encoder_rows, plan
+    encoded = sum(item.length for _, item in plan.encodes)
+    assert len(plan.encodes) < 2 or encoded - plan.encodes[0].item.length <= scheduler.encoder_rows, plan
     if len(plan.chunks) == 1 and plan.spans == [plan.chunks[0][1:3]]:
         return
     budget, decodes = scheduler.config.prefill_budget, sum(width for _, width, _ in decode_rows(plan))
