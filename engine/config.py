@@ -71,7 +71,9 @@ class EngineSettings(FrozenStruct, kw_only=True):
     """number format of the KV cache; auto: dtype, whatever config.json asks for; fp8: e4m3, half of bfloat16's memory, with three
     bits after the leading one, from compute capability 8.9 on"""
     weights: WeightsName = "auto"
-    """format of matrices; auto: as config.json says; fp8: plain folders too, converted at load, from compute capability 8.9 on"""
+    """format of matrices; auto: as config.json says, NVFP4 in fp8; fp8: plain folders too, converted at load, from compute
+    capability 8.9 on; nvfp4: NVFP4 folders in four bits, activations too, on compute capability 10.0 and 10.3 with FlashInfer (not
+    run on one yet)"""
     head: Literal["bf16", "fp8"] = "bf16"
     """format in which logits read the output table; bf16: as the table is loaded; fp8: a copy besides, from compute capability 8.9
     on, which steps of up to 64 rows read in half the time. The 64 best logits of each row, or more, are computed again from the
@@ -237,6 +239,8 @@ def _check_model(config: EngineConfig) -> None:
         raise ConfigError(f"kv_dtype {config.kv_dtype} with dtype {config.dtype} is not implemented: say auto or fp8")
     if config.head == "fp8" and config.device == "cuda" and config.dtype != "bfloat16":
         raise ConfigError(f"head fp8 with dtype {config.dtype} is not implemented on a GPU: say bf16, or dtype bfloat16")
+    if config.weights == "nvfp4" and config.device == "cuda" and config.dtype != "bfloat16":
+        raise ConfigError(f"weights nvfp4 with dtype {config.dtype} is not implemented on a GPU: say dtype bfloat16")
     groups = config.kv_groups
     _check_drafts(config, max(geometry.heads // config.tp // group.kv_heads for group in groups))
     from engine.plan import largest_plan, largest_result  # numpy comes with it, which `quartet --help` does without

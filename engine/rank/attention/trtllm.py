@@ -13,7 +13,6 @@ FlashInfer passes unchecked bare pointers, so a mistake gives wrong results or a
 PDL is off: it was never tried with these kernels.
 """
 
-import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from engine.errors import ConfigError
 from engine.geometry import KVGroup, Layer
 from engine.rank.attention.base import AttentionParts, Norms, PartSettings, normed_queries
 from engine.rank.batch import ForwardBatch
+from engine.rank.flashinfer_front import check_arguments
 from engine.rank.kv import ROW_TOKENS, GroupCache
 from kernels.launch import processors
 from kernels.slots import gather_pages
@@ -68,11 +68,8 @@ def load_for(kernels: Kernels, *, download: bool) -> FlashInfer:
         from flashinfer.prefill import trtllm_batch_context_with_kv_cache as context
     except ImportError as error:
         raise ConfigError(f"attention: {TRTLLM_MHA.name} needs FlashInfer (make install-gpu): {error}") from error
-    for call, needed in ((decode, DECODE_ARGUMENTS), (context, CONTEXT_ARGUMENTS)):
-        missing = set(needed) - set(inspect.signature(call).parameters)
-        if missing:
-            lacks = f"FlashInfer {flashinfer.__version__}: {call.__name__} has no {', '.join(sorted(missing))}"
-            raise ConfigError(f"attention: {TRTLLM_MHA.name}: {lacks}")
+    for call, names in ((decode, DECODE_ARGUMENTS), (context, CONTEXT_ARGUMENTS)):
+        check_arguments(f"attention: {TRTLLM_MHA.name}", flashinfer.__version__, call, names)
     return FlashInfer(kernels, decode, context)
 
 
