@@ -15,7 +15,7 @@ from engine.weight_formats import FORMATS, PLAIN, WeightFormat
 
 _ALL = "Linear"  # a target: every matrix
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
-_EIGHT_BITS = re.compile(r"\.experts\.|\bper_layer_")  # of NVFP4 folders, whose experts and per-layer inputs have no product in four
+_EIGHT_BITS = re.compile(r"\.experts\.|\bper_layer_")  # also with `weights: nvfp4`
 _FUSED_EXPERTS = r"re:.*\.experts\.(gate_up|down)_proj$"  # no `Linear`
 KV_SCALE = re.compile(r".*\.self_attn\.(([qkv]|kv)_scale|[qkv]_proj\.([qkv]_scale|output_scale))")
 _INPUT_SCALE = re.compile(r"(.*)\.input_(global_)?scale")
@@ -83,8 +83,8 @@ def read_quantisation(folder: Path, setting: str = "auto") -> Quantisation:
     groups = tuple((targets, _format(folder, scheme, setting)) for targets, scheme in schemes)
     if setting == "nvfp4":
         if all(weights.eight_bits is None for _, weights in groups):
-            raise CheckpointError(f"{folder}: this checkpoint has no NVFP4 matrices, which weights: nvfp4 is for: set weights: auto")
-        notes += ("in steps activations become four bits, too, also those of a weight-only folder; experts are held in fp8",)
+            raise CheckpointError(f"{folder}: this checkpoint has no NVFP4 matrices: set weights: auto")
+        notes += ("activations become four bits, too, also of a weight-only folder; experts and per-layer inputs stay in fp8",)
     if any(weights.is_static for _, weights in groups):
         notes += ("the folder's static scales of activations are not used: each token's activations get a scale of their own",)
     return Quantisation(groups, ignored, fused, notes, has_scales)

@@ -107,6 +107,8 @@ _FOUR_BITS = WeightFormat(
         StoredTensor("factor", "_scale_2", (1, 0), "float32", draw=lambda normal, n: 0 * normal + 1 / (2.926 * n**0.5)),
     ),
 )
+NVFP4_GPUS = ((10, 0), (10, 3))
+NVFP4_NEEDS = "GPUs of compute capability 10.0 or 10.3 with FlashInfer"
 NVFP4_KEPT = tuple(
     _FOUR_BITS._replace(source=eight.source, reader=reader, schemes=eight.schemes, eight_bits=eight)
     for eight, reader in (

@@ -1,4 +1,4 @@
-"""Checks that an installed FlashInfer takes the arguments of our calls."""
+"""Whether FlashInfer takes our arguments."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from engine.errors import ConfigError
 
 
 def check_arguments(setting: str, version: str, call: Callable[..., Any], names: Iterable[str]) -> None:
-    """ConfigError names the setting and what `call` lacks."""
+    """ConfigError names what `call` lacks."""
     missing = set(names) - set(inspect.signature(call).parameters)
     if missing:
         raise ConfigError(f"{setting}: FlashInfer {version}: {call.__name__} has no {', '.join(sorted(missing))}")

@@ -44,7 +44,6 @@ def from_tensor_scale(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_block_scales(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows e4m3 [m, n] and a scale for each block [m / 128, n / 128], rounded up. Rounds again: by at most 1/16 of an element, or
-    2^-10 of the row's scale."""
+    """Rows e4m3 [m, n] and a scale for each block [m / 128, n / 128], rounded up. Rounds again."""
     rows = scale.float().repeat_interleave(128, 0)[: len(values)]
     return pack(values.float() * rows.repeat_interleave(128, 1)[:, : values.shape[1]])

@@ -3,13 +3,7 @@
     W = values * scale * factor     e2m1, e4m3 for each 16 columns, fp32 for each row
     x = values * scale * factor     the same, made in each step: a row's factor is its largest magnitude / (6 * 448)
 
-The factor of a row of x depends on no other row and clips nothing, so static scales of folders are not used.
-
-FlashInfer (0.7.2.post1) computes on compute capability 10.0 and 10.3, plain torch on a CPU. Its kernels require:
-
-    values      uint8 [rows, columns / 2], low bits first, contiguous; multiples of 32 rows of W and 32 columns
-    scale       as uint8, rows padded to 128 and columns to 4, in tiles [rows / 128, columns / 4, 32, 4, 4]
-    alpha       fp32 [1]; the output is bf16 or fp16
+FlashInfer computes on GPUs (docs/blackwell.md has its rules), plain torch on a CPU.
 """
 
 from collections.abc import Callable
@@ -51,7 +45,7 @@ def load_calls() -> Fp4Calls:
 
 
 class Nvfp4Weight(OwnProduct):
-    """values uint8 [m, n / 2], scale e4m3 [m, n / 16], factor fp32 [m, 1]; padded and in tiles once `arrange` was called."""
+    """values uint8 [m, n / 2], scale e4m3 [m, n / 16], factor fp32 [m, 1]; `arrange` pads and reorders."""
 
     values: Tensor
     scale: Tensor
@@ -68,7 +62,6 @@ class Nvfp4Weight(OwnProduct):
             self.arrange(load_calls())
 
     def arrange(self, calls: Fp4Calls) -> None:
-        """Products are FlashInfer's from now on."""
         rows, columns = self.shape
         values = pad(self.values, (0, -columns % _UNIT // 2, 0, -rows % _UNIT))
         self.values = nn.Parameter(values, requires_grad=False)
@@ -114,7 +107,7 @@ class Nvfp4Weight(OwnProduct):
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, n] -> fp32 [T, n] and factors [T, 1], as FlashInfer's kernel rounds them."""
+    """x [T, n] -> fp32 [T, n] and factors [T, 1]."""
     groups = x.float().unflatten(1, (-1, _GROUP))
     factor = x.float().abs().amax(1, keepdim=True) / _LARGEST
     inverse = torch.where(factor > 0, 1 / factor, 0.0)
@@ -132,7 +125,7 @@ def e2m1(values: Tensor) -> Tensor:
 
 
 def in_tiles(scale: Tensor) -> Tensor:
-    """e4m3 [m, groups] -> padded, in the kernel's order."""
+    """e4m3 [m, groups] -> padded tiles."""
     rows, columns = scale.shape
     padded = pad(scale.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
     tiles = padded.unflatten(0, (-1, 4, 32)).unflatten(3, (-1, 4)).permute(0, 3, 2, 1, 4)
@@ -146,7 +139,7 @@ def out_of_tiles(scale: Tensor) -> Tensor:
 
 
 def from_factor(values: Tensor, scale: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows uint8 [m, n / 2], scales e4m3 [m, n / 16] and the matrix's [1, 1]; exact."""
+    """uint8 [m, n / 2], scales e4m3 [m, n / 16] and the matrix's [1, 1]; exact."""
     return values, scale, factor.float().expand(len(values), 1)
 
 
@@ -155,7 +148,6 @@ def from_divisor(values: Tensor, scale: Tensor, divisor: Tensor) -> tuple[Tensor
 
 
 def fp8_from_factor(values: Tensor, scale: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """As `from_factor`; rounds as `engine.rank.fp8.from_block_scales`."""
     return pack(e2m1(values) * (scale.float() * factor.float()).repeat_interleave(_GROUP, 1))
 
 

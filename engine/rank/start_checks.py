@@ -2,7 +2,7 @@
 
     our kernels         on an untested GPU architecture: a wrong one stops the boot
     other backends      always: where one rank finds a fault, all ranks use our own
-    FlashInfer's NVFP4  always, a matrix of each shape: a wrong product stops the boot
+    FlashInfer's NVFP4  always: a wrong product stops the boot
 
 Each shape in use runs once over poisoned pages. Poison is finite, as FlashInfer multiplies unseen values by zero.
 """
@@ -64,7 +64,7 @@ def _refuse(wrong: Sequence[str]) -> None:
 
 @torch.inference_mode()
 def check_products(model: Model) -> None:
-    """ConfigError: a matrix's product is not that in plain torch."""
+    """ConfigError: a product is not plain torch's."""
     matrices = [module for module in model.modules() if isinstance(module, Nvfp4Weight) and module.calls is not None]
     for shape, weight in {weight.shape: weight for weight in reversed(matrices)}.items():
         x = exact_rows(_PRODUCT_ROWS, shape[1]).to(weight.device, _DTYPE)
@@ -76,7 +76,7 @@ def check_products(model: Model) -> None:
 
 
 def exact_rows(rows: int, columns: int) -> torch.Tensor:
-    """fp32 rows that NVFP4 holds exactly, whatever the order of operations: a 6 in each group, and powers of two."""
+    """fp32 rows that NVFP4 holds exactly: a 6 in each group, times powers of two."""
     generator = torch.Generator().manual_seed(columns)
     groups = e2m1(torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=generator)).unflatten(1, (-1, 16))
     groups[..., 0] = 6

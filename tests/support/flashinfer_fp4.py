@@ -22,14 +22,15 @@ from engine.rank.nvfp4 import Fp4Calls, load_calls
 from tests.support.engine.fp4 import codes, numbers
 from tests.support.flashinfer_calls import signature
 
-SIGNATURES: Mapping[str, tuple[str, str]] = {
-    "0.7.2.post1": (
-        "a a_global_sf sfLayout=0 do_shuffle=False sf_vec_size=16 enable_pdl=None backend='cuda' per_token_activation=False "
-        "expanded_idx_to_permuted_idx=None out_scale=None nvfp4_4over6=...",
-        "a b a_descale b_descale alpha=None out_dtype=None out=None block_size=16 use_8x4_sf_layout=False backend='auto' "
-        "use_nvfp4=True enable_pdl=True",
-    )
-}
+_QUANTISE_072 = (
+    "a a_global_sf sfLayout=0 do_shuffle=False sf_vec_size=16 enable_pdl=None backend='cuda' per_token_activation=False "
+    "expanded_idx_to_permuted_idx=None out_scale=None nvfp4_4over6=..."
+)
+_MULTIPLY_072 = (
+    "a b a_descale b_descale alpha=None out_dtype=None out=None block_size=16 use_8x4_sf_layout=False backend='auto' "
+    "use_nvfp4=True enable_pdl=True"
+)
+SIGNATURES: Mapping[str, tuple[str, str]] = {"0.7.2.post1": (_QUANTISE_072, _MULTIPLY_072)}
 NEWEST = "0.7.2.post1"
 _TILES_128X4 = 0
 
@@ -53,7 +54,7 @@ class Fp4Kernels:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def nvfp4_quant_and_per_token_scale(
-        self, x: Tensor, scale_inv: float, out: Tensor, scale: Tensor, factor: Tensor, index: Tensor | None, layout: int, recipe: int
+        self, x: Tensor, scale_inv: float, out: Tensor, scale: Tensor, factor: Tensor, index: None, layout: int, recipe: int
     ) -> None:
         rows, columns = x.shape
         assert x.dtype in (torch.bfloat16, torch.float16)

@@ -1,16 +1,7 @@
 """Attention by FlashInfer's TensorRT-LLM kernels: trtllm-gen on SM10x; elsewhere xqa, for decode rows only.
 
-FlashInfer passes unchecked bare pointers, so a mistake gives wrong results or a GPU fault. Its rules (0.7.2), which
-`tests/support/flashinfer_calls.py` checks in every call:
-
-    tables      int32 [rows, width], contiguous: width is the kernel's row stride; width * page is a multiple of 256, the keys of a
-                step, and every entry, also after a row's end, names a page of the same pool
-    lengths     int32 [rows], new keys included, at most max_len, which is constant: it chooses kernel and splits
-    window      window_left = W - 1, since a window counts the query's own key
-    scales      1.0 of scores and values, as floats (a tensor costs a launch each call, unless it is a log2)
-    scratch     zeroed once; separate counters, or each call clears a buffer; one stream only
-
-PDL is off: it was never tried with these kernels.
+FlashInfer passes unchecked bare pointers, so a mistake gives wrong results or a GPU fault: docs/blackwell.md lists its rules. PDL is
+off: it was never tried with these kernels.
 """
 
 import os

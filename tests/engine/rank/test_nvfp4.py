@@ -24,19 +24,19 @@ from engine.weight_formats import FORMATS
 from kernels.linear import GEGLU
 from kernels.selfcheck import row_error
 from tests.conftest import Nano
+from tests.support import flashinfer_fp4
 from tests.support.engine.format_model import logits, model, unrounded, write_base
 from tests.support.engine.fp4 import codes, numbers, round_rows
 from tests.support.engine.quantised import KINDS, Tensors, dequantised, saved
 from tests.support.engine.recording import config_of
-from tests.support import flashinfer_fp4
 from tests.support.flashinfer_calls import signature
 from tests.support.flashinfer_fp4 import NEWEST, SIGNATURES, Fp4Kernels, pinned, real
 
 pytestmark = pytest.mark.cpu
 
 CPU = torch.device("cpu")
-# fp32 logits of the middle row: another order of sums. Where a number lies halfway between two, the order decides how it is rounded,
-# and all later rows see that: by 4e-4 in the one row of 480 in which it happened.
+# fp32 logits of the middle row: another order of sums. Where a number lies halfway between two, the order decides how it is
+# rounded, and all later rows see that: by 4e-4 in the one row of 480 in which it happened.
 TOLERANCE = 1e-4
 FAULT = 100 * TOLERANCE
 ROUNDED = 1.0  # of the logits' deviation: what four bits of activations move logits of random weights by, at most
@@ -199,8 +199,8 @@ SHAPES = [(64, 64), (96, 160), (288, 80), (272, 144)]  # the last two have no mu
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("second", [1.0, 3.0])
 def test_products_through_the_front_end(front: tuple[Fp4Calls, Fp4Kernels], shape: tuple[int, int], second: float) -> None:
-    """In bf16 they are those in plain torch, of one row and of many; a row's do not depend on other rows. The matrix reads as before.
-    Scales in another order, or shifted, halves of bytes swapped, and a ratio left out are a hundred times as far off."""
+    """In bf16 they are those in plain torch, of one row and of many; a row's do not depend on other rows. The matrix reads as
+    before. Scales in another order, or shifted, halves of bytes swapped, and a ratio left out are a hundred times as far off."""
     calls, kernels = front
     weight = made(*shape, second)
     x = (start_checks.exact_rows(130, shape[1]) * 2.0 ** (torch.arange(130) % 9)[:, None]).bfloat16()
@@ -290,9 +290,10 @@ def test_the_check_at_start(base: Base, tmp_path: Path, monkeypatch: pytest.Monk
         "packed": lambda code: (code[:, 1::2] + 16 * code[:, ::2]).to(torch.uint8),
     }
     for name, layout in layouts.items():
-        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=named):
+        with monkeypatch.context() as patch:
             patch.setattr(flashinfer_fp4, name, layout)
-            start_checks.check_products(served)
+            with pytest.raises(ConfigError, match=named):
+                start_checks.check_products(served)
     for weight in matrices:
         weight.calls = calls._replace(multiply=lambda *given, **named: calls.multiply(*given, **named) * 1.05)
     with pytest.raises(ConfigError, match=named):
