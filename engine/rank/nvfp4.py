@@ -103,7 +103,8 @@ class Nvfp4Weight(OwnProduct):
     def reference(self, x: Tensor, rows: slice = slice(None)) -> Tensor:
         """fp32 [T, rows] in plain torch."""
         values, factor = rounded(x)
-        return values @ self.numbers(rows).t() * (factor * self.factor[rows].t())
+        sums = values.double() @ self.numbers(rows).double().t()  # exact up to about a thousand columns, whatever rows x has
+        return sums.float() * (factor * self.factor[rows].t())
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Attention by FlashInfer's TensorRT-LLM kernels: trtllm-gen on SM10x; elsewhere xqa, for decode rows only.
 
-FlashInfer passes unchecked bare pointers, so a mistake gives wrong results or a GPU fault: docs/blackwell.md lists its rules. PDL is
-off: it was never tried with these kernels.
+FlashInfer passes unchecked bare pointers, so a mistake gives wrong results or a GPU fault: docs/blackwell.md lists its rules. PDL
+is off: it was never tried with these kernels.
 """
 
 import os

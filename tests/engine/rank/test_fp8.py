@@ -11,8 +11,8 @@ from torch import Tensor
 from engine.errors import CheckpointError, ConfigError
 from engine.quantisation import Quantisation, read_quantisation
 from engine.rank.fp8 import Fp8Weight
-from engine.rank.nvfp4 import fp8_from_factor
 from engine.rank.models.gemma4 import Gemma4
+from engine.rank.nvfp4 import fp8_from_factor
 from engine.rank.parallel import Single
 from engine.rank.weight import OwnProduct, Weight
 from engine.weight_formats import FP8

@@ -146,7 +146,7 @@ def test_what_is_refused(base: Base, nano: Nano, tmp_path: Path) -> None:
         read_quantisation(saved(base("31b"), tmp_path / "int8", kind="int8"), "nvfp4")
     folder = saved(base("31b"), tmp_path / "saved", kind="nvfp4")
     assert read_quantisation(folder).name == "fp8"
-    assert any("also those of a weight-only folder" in note for note in quantised(folder).notes)
+    assert any("also of a weight-only folder" in note for note in quantised(folder).notes)
     with pytest.raises(ConfigError, match="nvfp4 with dtype float32"):
         config_of(folder, 1, weights="nvfp4", device="cuda", dtype="float32")
 
