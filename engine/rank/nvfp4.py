@@ -66,7 +66,7 @@ class Nvfp4Weight(OwnProduct):
         values = pad(self.values, (0, -columns % _UNIT // 2, 0, -rows % _UNIT))
         self.values = nn.Parameter(values, requires_grad=False)
         self.scale = nn.Parameter(in_tiles(self.scale), requires_grad=False)
-        self.alpha = self.factor.amax().reshape(1)
+        self.alpha = self.factor.amax().clamp_min(1e-30).reshape(1)  # a matrix of zeros may have the factor 0
         ratios = self.factor[:, 0] / self.alpha
         if not bool((ratios == 1).all()):
             self.ratios = ratios

@@ -17,7 +17,9 @@ from engine.geometry import read_geometry
 from engine.quantisation import Quantisation, read_quantisation
 from engine.rank import nvfp4, start_checks
 from engine.rank.builder import load_rank
+from engine.rank.load.slices import pieces
 from engine.rank.models.gemma4 import Gemma4
+from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.nvfp4 import Fp4Calls, Nvfp4Weight
 from engine.rank.parallel import Single
 from engine.weight_formats import FORMATS
@@ -144,6 +146,10 @@ def test_what_is_refused(base: Base, nano: Nano, tmp_path: Path) -> None:
         read_quantisation(saved(base("31b"), tmp_path / "fp8", kind="channel"), "nvfp4")
     with pytest.raises(CheckpointError, match=r"int8.*; Quartet loads nvfp4 weights"):
         read_quantisation(saved(base("31b"), tmp_path / "int8", kind="int8"), "nvfp4")
+    narrow = saved(nano("31b"), tmp_path / "narrow", kind="nvfp4")
+    with pytest.raises(CheckpointError, match=r"down_proj.*blocks of 16 cannot be cut at 0 and 24 of 192"):
+        pieces(TENSORS, read_geometry(narrow), 0, 8, quantised(narrow))
+    assert pieces(TENSORS, read_geometry(narrow), 0, 4, quantised(narrow))
     folder = saved(base("31b"), tmp_path / "saved", kind="nvfp4")
     assert read_quantisation(folder).name == "fp8"
     assert any("also of a weight-only folder" in note for note in quantised(folder).notes)
@@ -216,6 +222,10 @@ def test_products_through_the_front_end(front: tuple[Fp4Calls, Fp4Kernels], shap
     assert torch.equal(weight.weight, dense)
     assert torch.equal(weight.scale, tiles)
     assert (weight.ratios is None) == (second == 1)
+    zero = made(*shape)
+    zero.factor.zero_()
+    zero.arrange(calls)
+    assert not zero.rows_product(x, torch.bfloat16).any()
     assert kernels.calls[0]["alpha"] == pytest.approx(0.01 * second)
     assert weight.product(x, GEGLU).shape == (130, shape[0] // 2)
     for fault in faults(weight, second):
