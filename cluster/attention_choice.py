@@ -6,8 +6,10 @@ from cluster.capability import ComputeCapability, check_group, probe
 from engine.attention import BACKENDS, OWN
 from engine.attention.backend_entry import ROW_KINDS, BackendEntry, Obstacle, Platform, RowKind
 from engine.attention.flashinfer_files import FlashInferFiles
+from engine.attention.trtllm_mha import missing
 from engine.config import AttentionName, EngineConfig
 from engine.errors import ConfigError
+from engine.weight_formats import NVFP4_GPUS, NVFP4_NEEDS
 
 _OLDEST = (8, 0)  # bf16 in tensor cores
 _OLDEST_WITH_FP8 = (8, 9)
@@ -53,6 +55,8 @@ def choose_attention(config: EngineConfig, architecture: ComputeCapability | Non
     if architecture is not None and config.kv_dtype == "fp8" and architecture < _OLDEST_WITH_FP8:
         needs = "kv_dtype fp8 needs a GPU of compute capability 8.9 or later"
         raise ConfigError(f"{needs}, and this is {platform.gpu}: set kv_dtype: auto")
+    if architecture is not None and config.weights == "nvfp4":
+        _check_nvfp4(architecture, platform)
     if architecture:
         reason = f"{platform.gpu}; as the settings ask"
     else:
@@ -70,6 +74,13 @@ def choose_attention(config: EngineConfig, architecture: ComputeCapability | Non
     decode, extend = names
     first = passed[0] if passed else Obstacle(reason)
     return AttentionChoice(decode, extend, first.reason, first.advice)
+
+
+def _check_nvfp4(architecture: ComputeCapability, platform: Platform) -> None:
+    if architecture not in NVFP4_GPUS:
+        raise ConfigError(f"weights nvfp4 needs {NVFP4_NEEDS}, and this is {platform.gpu}: set weights: auto")
+    for obstacle in missing(platform, fetched=False):
+        raise ConfigError(f"weights nvfp4: {obstacle.reason} ({obstacle.advice})")
 
 
 def _check(kind: RowKind, entry: BackendEntry, platform: Platform) -> None:

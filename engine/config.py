@@ -71,7 +71,9 @@ class EngineSettings(FrozenStruct, kw_only=True):
     """number format of the KV cache; auto: dtype, whatever config.json asks for; fp8: e4m3, half of bfloat16's memory, with three
     bits after the leading one, from compute capability 8.9 on"""
     weights: WeightsName = "auto"
-    """format of matrices; auto: as config.json says; fp8: plain folders too, converted at load, from compute capability 8.9 on"""
+    """format of matrices; auto: as config.json says, NVFP4 in fp8; fp8: plain folders too, converted at load, from compute
+    capability 8.9 on; nvfp4: NVFP4 folders in four bits, activations too, on compute capability 10.0 and 10.3 with FlashInfer (not
+    run on one yet)"""
     head: Literal["bf16", "fp8"] = "bf16"
     """format in which logits read the output table; bf16: as the table is loaded; fp8: a copy besides, from compute capability 8.9
     on, which steps of up to 64 rows read in half the time. The 64 best logits of each row, or more, are computed again from the
@@ -233,10 +235,7 @@ def _check_model(config: EngineConfig) -> None:
     _check_limits(config)
     if config.max_len > geometry.max_position:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
-    if config.kv_dtype not in ("auto", "fp8", config.dtype):
-        raise ConfigError(f"kv_dtype {config.kv_dtype} with dtype {config.dtype} is not implemented: say auto or fp8")
-    if config.head == "fp8" and config.device == "cuda" and config.dtype != "bfloat16":
-        raise ConfigError(f"head fp8 with dtype {config.dtype} is not implemented on a GPU: say bf16, or dtype bfloat16")
+    _check_formats(config)
     groups = config.kv_groups
     _check_drafts(config, max(geometry.heads // config.tp // group.kv_heads for group in groups))
     from engine.plan import largest_plan, largest_result  # numpy comes with it, which `quartet --help` does without
@@ -258,6 +257,15 @@ def _check_model(config: EngineConfig) -> None:
         least = group.worst_pages(config.max_len if group.window else 1) + 1
         if pages < least:
             raise ConfigError(f"pages: the {group.name} group needs at least {least} pages (null page included), not {pages}")
+
+
+def _check_formats(config: EngineConfig) -> None:
+    if config.kv_dtype not in ("auto", "fp8", config.dtype):
+        raise ConfigError(f"kv_dtype {config.kv_dtype} with dtype {config.dtype} is not implemented: say auto or fp8")
+    if config.head == "fp8" and config.device == "cuda" and config.dtype != "bfloat16":
+        raise ConfigError(f"head fp8 with dtype {config.dtype} is not implemented on a GPU: say bf16, or dtype bfloat16")
+    if config.weights == "nvfp4" and config.device == "cuda" and config.dtype != "bfloat16":
+        raise ConfigError(f"weights nvfp4 with dtype {config.dtype} is not implemented on a GPU: say dtype bfloat16")
 
 
 def _check_limits(config: EngineConfig) -> None:

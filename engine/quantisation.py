@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from engine.checkpoint import read_optional, tensor_names
@@ -14,6 +15,7 @@ from engine.weight_formats import FORMATS, PLAIN, WeightFormat
 
 _ALL = "Linear"  # a target: every matrix
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EIGHT_BITS = re.compile(r"\.experts\.|\bper_layer_")  # also with `weights: nvfp4`
 _FUSED_EXPERTS = r"re:.*\.experts\.(gate_up|down)_proj$"  # no `Linear`
 KV_SCALE = re.compile(r".*\.self_attn\.(([qkv]|kv)_scale|[qkv]_proj\.([qkv]_scale|output_scale))")
 _INPUT_SCALE = re.compile(r"(.*)\.input_(global_)?scale")
@@ -41,7 +43,10 @@ class Quantisation:
         """The format of a matrix by its published name, without `.weight`."""
         if _names(self.ignored, matrix):
             return PLAIN
-        return next((weights for targets, weights in self.groups if _ALL in targets or _names(targets, matrix)), PLAIN)
+        found = next((weights for targets, weights in self.groups if _ALL in targets or _names(targets, matrix)), PLAIN)
+        if found.eight_bits is not None and _EIGHT_BITS.search(matrix):
+            return found.eight_bits
+        return found
 
     def is_unused(self, name: str) -> bool:
         """A scale of KV pages, or of a quantised matrix's activations."""
@@ -76,6 +81,10 @@ def read_quantisation(folder: Path, setting: str = "auto") -> Quantisation:
     if fused and settings.get("quant_method") == "compressed-tensors":
         ignored += (_FUSED_EXPERTS,)
     groups = tuple((targets, _format(folder, scheme, setting)) for targets, scheme in schemes)
+    if setting == "nvfp4":
+        if all(weights.eight_bits is None for _, weights in groups):
+            raise CheckpointError(f"{folder}: this checkpoint has no NVFP4 matrices: set weights: auto")
+        notes += ("activations become four bits, too, also of a weight-only folder; experts and per-layer inputs stay in fp8",)
     if any(weights.is_static for _, weights in groups):
         notes += ("the folder's static scales of activations are not used: each token's activations get a scale of their own",)
     return Quantisation(groups, ignored, fused, notes, has_scales)
@@ -96,18 +105,20 @@ def _notes(kv_format: str) -> Iterable[str]:
 
 
 def _format(folder: Path, scheme: str, setting: str) -> WeightFormat:
-    name, found = next(
-        ((name, one) for name, formats in FORMATS.items() for one in formats if scheme in one.schemes), (None, PLAIN)
-    )
-    if name is None or setting not in ("auto", name):
-        if setting in ("auto", "plain"):
-            loaded = "bf16, fp16 and fp32 weights"
-        else:
-            loaded = f"{setting} weights"
-        if name is None and setting == "auto":
-            loaded += f", and {_READ}"
-        raise CheckpointError(f"{folder}: this checkpoint is quantised ({scheme}); Quartet loads {loaded}")
-    return found
+    if setting == "auto":
+        allowed = tuple(FORMATS.values())
+    else:
+        allowed = (FORMATS[setting],)
+    for found in chain.from_iterable(allowed):
+        if scheme in found.schemes:
+            return found
+    if setting in ("auto", "plain"):
+        loaded = "bf16, fp16 and fp32 weights"
+    else:
+        loaded = f"{setting} weights"
+    if setting == "auto":
+        loaded += f", and {_READ}"
+    raise CheckpointError(f"{folder}: this checkpoint is quantised ({scheme}); Quartet loads {loaded}")
 
 
 def _settings(folder: Path, config: JsonObject) -> JsonObject:

@@ -31,6 +31,7 @@ class WeightFormat(NamedTuple):
     source: tuple[StoredTensor, ...] = ()  # tensors in a checkpoint, values first; empty: those of a rank
     reader: str | None = None  # `module:function` that makes a rank's tensors from whole rows, in whole blocks, of the source's
     is_static: bool = False  # the checkpoint has static activation scales
+    eight_bits: "WeightFormat | None" = None  # of matrices that stay in eight bits (`engine.quantisation`)
 
     @property
     def saved(self) -> tuple[StoredTensor, ...]:
@@ -48,7 +49,8 @@ class WeightFormat(NamedTuple):
         """The format for a random checkpoint: a rank's own tensors, or a plain matrix."""
         if self.source == PLAIN.tensors:
             return self
-        return self._replace(source=(), reader=None)
+        eight_bits = self.eight_bits and self.eight_bits.drawn()
+        return self._replace(source=(), reader=None, eight_bits=eight_bits)
 
 
 PLAIN = WeightFormat("engine.rank.weight:Weight", (StoredTensor("weight"),))
@@ -83,20 +85,37 @@ FP8_BLOCKS = FP8._replace(
 )  # fmt: skip
 _GROUP_SCALES = StoredTensor("scale", "_scale", (1, 16), saved=("F8_E4M3",))
 # Four bits, a scale for each 16 columns and one for the matrix: a factor in ModelOpt, a divisor in compressed-tensors. They are
-# packed again, too.
+# packed again, too, unless `weights: nvfp4` keeps them.
 NVFP4_MODELOPT = FP8._replace(
     source=(StoredTensor("values", "", (1, 2), saved=("U8",)), _GROUP_SCALES, StoredTensor("factor", "_scale_2", (0, 0))),
-    reader="engine.rank.fp8:from_nvfp4_factor",
+    reader="engine.rank.nvfp4:fp8_from_factor",
     schemes=("modelopt, NVFP4", "modelopt, W4A16_NVFP4"),
 )
 NVFP4 = FP8._replace(
     source=(
         StoredTensor("values", "_packed", (1, 2), saved=("U8",)), _GROUP_SCALES, StoredTensor("divisor", "_global_scale", (0, 0)),
     ),
-    reader="engine.rank.fp8:from_nvfp4_divisor",
+    reader="engine.rank.nvfp4:fp8_from_divisor",
     schemes=("compressed-tensors, 4-bit float tensor_group of 16 weights",
              "compressed-tensors, 4-bit float tensor_group of 16 weights, 4-bit float tensor_group of 16 dynamic activations"),
 )  # fmt: skip
+_FOUR_BITS = WeightFormat(
+    "engine.rank.nvfp4:Nvfp4Weight",
+    (
+        StoredTensor("values", "", (1, 2), "uint8", draw=lambda normal, n: _random_words(normal, n) % 256),
+        StoredTensor("scale", "_scale", (1, 16), "float8_e4m3fn", draw=lambda normal, _: 0 * normal + 1),
+        StoredTensor("factor", "_scale_2", (1, 0), "float32", draw=lambda normal, n: 0 * normal + 1 / (2.926 * n**0.5)),
+    ),
+)
+NVFP4_GPUS = ((10, 0), (10, 3))
+NVFP4_NEEDS = "GPUs of compute capability 10.0 or 10.3 with FlashInfer"
+NVFP4_KEPT = tuple(
+    _FOUR_BITS._replace(source=eight.source, reader=reader, schemes=eight.schemes, eight_bits=eight)
+    for eight, reader in (
+        (NVFP4_MODELOPT, "engine.rank.nvfp4:from_factor"),
+        (NVFP4, "engine.rank.nvfp4:from_divisor"),
+    )
+)
 INT8 = WeightFormat(
     "engine.rank.int8:Int8Weight",
     (
@@ -128,6 +147,7 @@ def _random_words(normal: Any, _: int) -> Any:
 FORMATS = {
     "plain": (PLAIN,),
     "fp8": (FP8, FP8_TENSOR, FP8_BLOCKS, NVFP4_MODELOPT, NVFP4),
+    "nvfp4": (*NVFP4_KEPT, FP8, FP8_TENSOR, FP8_BLOCKS),  # mixed folders have fp8 matrices, too
     "int8": (INT8,),
     "int4": tuple(int4(group, symmetric=symmetric) for group in (32, 64, 128) for symmetric in (True, False)),
 }

@@ -17,6 +17,8 @@ from deploy.placement import drafter_folder
 from deploy.settings import ServeConfig, Settings, applications, read_config, read_models
 from engine.config import Mtp
 from engine.errors import ConfigError
+from engine.quantisation import read_quantisation
+from engine.weight_formats import NVFP4_NEEDS
 
 HELP = """\
 Every key is checked: ours (docs/settings.md lists them), Serve's, and what follows from the model's shape (context, tp).
@@ -124,6 +126,8 @@ def model_notes(settings: Settings) -> Iterator[str]:
         yield f"mtp.model: {settings.mtp.model} {absent}"
         settings = msgspec.structs.replace(settings, mtp=Mtp())
     config = configured(settings, folder)
+    if config.weights == "nvfp4":
+        yield f"weights nvfp4 needs {NVFP4_NEEDS} on every node: {'; '.join(read_quantisation(folder, 'nvfp4').notes)}"
     if not is_here(settings.model, settings.revision, "tokenizer.json"):
         yield f"model: {settings.model} {absent}"
     else:

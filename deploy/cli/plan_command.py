@@ -15,13 +15,14 @@ from deploy.settings import Settings, read_config, read_settings
 from engine.architectures import read_model
 from engine.errors import ConfigError
 from engine.quantisation import read_quantisation
-from engine.weight_formats import FORMATS, PLAIN
+from engine.weight_formats import FORMATS, NVFP4_GPUS, NVFP4_NEEDS, PLAIN
 
 if TYPE_CHECKING:
     from deploy.cli.sizing import Sizing
 
 # What NVML reports as the whole memory, MiB; CUDA sees a little less, which the reserve covers.
 GPUS = {"l40s": 46068, "a100-40": 40960, "a100": 81920, "h100": 81559, "h200": 143771, "b200": 183359}
+NVFP4_NAMES = ("b200",)  # of GPUS
 SIZES = (
     "tp", "dtype", "kv_dtype", "max_seqs", "max_len", "prefill_budget", "language_model_only", "memory_fraction", "weights",
     "head", "max_adapters", "max_rank",
@@ -43,7 +44,8 @@ The five public shapes are known by name, with no network: e2b, e4b, 12b, 26b-a4
 
 Sliding layers keep a window of each sequence and are sized by max_seqs; full layers get what is left, and decide how many long
 sequences run at once. Encoders of pictures and sound, which every rank has whole, and what they need to run are counted;
---language-model-only true leaves them out. --weights int4 of a public shape stands for a W4A16 folder in groups of 32.
+--language-model-only true leaves them out. --weights int4 of a public shape stands for a W4A16 folder in groups of 32, nvfp4 for
+an NVFP4 folder whose four bits are kept (--gpu b200).
 1.5 GiB are reserved for what CUDA, NCCL and the allocator hold, as H200s showed.
 
 exit codes: 0 it fits; 1 it does not, or not one sequence of max_len does; 2 the question cannot be answered"""
@@ -113,6 +115,8 @@ def report_of(settings: Settings, args: argparse.Namespace, folder: Path) -> Pla
         raise ConfigError(f"plan: --context: only lengths from 1 to max_len, {settings.max_len}")
     engine = sizing.configured(settings, folder)
     memory = 0 if engine.device == "cpu" else gpu_memory(args)
+    if engine.weights == "nvfp4" and engine.device == "cuda":
+        check_nvfp4(args)
     weights, parameters = sizing.weight_bytes_and_count(engine)
     question = {
         "model": settings.model,
@@ -135,7 +139,7 @@ def member_questions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     from deploy.cli.sizing import PUBLISHED_FORMATS
 
     at_load = [name for name, formats in FORMATS.items() if PLAIN in formats or formats[0].packer is not None]
-    made = [*at_load, *PUBLISHED_FORMATS]
+    made = [*at_load, *(name for name in PUBLISHED_FORMATS if name != "nvfp4" or args.gpu in NVFP4_NAMES)]
     if args.weights is not None:
         made = [args.weights]
     for member in MEMBERS:
@@ -177,6 +181,15 @@ def gpu_memory(args: argparse.Namespace) -> int:
     if not gpus:
         raise ConfigError(f"plan: this machine shows no GPU: say --gpu ({', '.join(GPUS)}) or --gpu-memory 80GiB")
     return min(gpu.memory for gpu in gpus)
+
+
+def check_nvfp4(args: argparse.Namespace) -> None:
+    if args.gpu is not None:
+        wrong = args.gpu not in NVFP4_NAMES
+    else:
+        wrong = args.gpu_memory is None and any(gpu.capability not in NVFP4_GPUS for gpu in probe().gpus)
+    if wrong:
+        raise ConfigError(f"plan: weights nvfp4 needs {NVFP4_NEEDS} (--gpu {', '.join(NVFP4_NAMES)})")
 
 
 def member_parts(plans: Sequence[Plan]) -> Iterator[Part]:

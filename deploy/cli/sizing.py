@@ -32,6 +32,9 @@ PUBLISHED_FORMATS: JsonObject = {  # config.json's quantization_config of folder
     "int4": {"quant_method": "compressed-tensors", "ignore": ["lm_head"], "config_groups": {"group_0": {
         "targets": ["Linear"],
         "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}}}},
+    "nvfp4": {"quant_method": "compressed-tensors", "ignore": ["lm_head"], "config_groups": {"group_0": {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}}}},
 }  # fmt: skip
 _PUBLISHED = re.compile(rf"(?:(?:.*/)?gemma-4-)?({'|'.join(MEMBERS)})(?:-it)?(-assistant)?")
 

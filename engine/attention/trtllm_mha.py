@@ -30,10 +30,10 @@ def _obstacles(kind: RowKind, platform: Platform) -> Iterator[Obstacle]:
         yield Obstacle("over fp8 pages it would round queries to fp8 too; kv_dtype fp8 runs on triton")
     if platform.drafts and kind == "decode":
         yield Obstacle("its decode rows are of one token, and with mtp.model they have drafts")
-    yield from _missing(platform, fetched=major == _SM100)
+    yield from missing(platform, fetched=major == _SM100)
 
 
-def _missing(platform: Platform, *, fetched: bool) -> Iterator[Obstacle]:
+def missing(platform: Platform, *, fetched: bool) -> Iterator[Obstacle]:
     """fetched: FlashInfer would fetch missing kernels at the first request."""
     files = platform.flashinfer
     if files.version is None:

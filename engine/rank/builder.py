@@ -37,7 +37,7 @@ from engine.rank.stages.encode_stage import EncodeStage
 from engine.rank.stages.forward_stage import ForwardStage
 from engine.rank.stages.report_stage import ReportStage
 from engine.rank.stages.sample_stage import SampleStage
-from engine.rank.start_checks import check_attention, check_inboxes, check_kernels, is_untried
+from engine.rank.start_checks import check_attention, check_inboxes, check_kernels, check_products, is_untried
 from engine.rank.step import StepBuffers
 from engine.step_shapes import StepShapes, sequence_rows
 from kernels.table_check import COPIED_ENTRY
@@ -85,6 +85,8 @@ def load_rank(config: EngineConfig, parallel: Parallel, device: torch.device, *,
         check_kernels(device)
     failed_checks, fallbacks = check_attention(parallel, config, device) if checked else ((), ())
     model: Model = _filled(text, source, parallel, dtype, device)
+    if checked:
+        check_products(model)
     if config.head == "fp8":
         model.head.add_fp8_copy()
     adapters = load_adapters(

@@ -44,23 +44,6 @@ def from_tensor_scale(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_block_scales(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows e4m3 [m, n] and a scale for each block [m / 128, n / 128], rounded up. Rounds again: by at most 1/16 of an element, or
-    2^-10 of the row's scale."""
+    """Rows e4m3 [m, n] and a scale for each block [m / 128, n / 128], rounded up. Rounds again."""
     rows = scale.float().repeat_interleave(128, 0)[: len(values)]
     return pack(values.float() * rows.repeat_interleave(128, 1)[:, : values.shape[1]])
-
-
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by exponent and mantissa; the fourth bit is the sign
-
-
-def from_nvfp4_factor(values: Tensor, scale: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Two e2m1 a byte [m, n / 2], low bits first, a scale for 16 columns [m, n / 16] and the matrix's [1, 1]. Rounds as
-    `from_block_scales`."""
-    numbers = torch.tensor([*_E2M1, *(-number for number in _E2M1)], device=values.device)
-    pairs = torch.stack((values & 15, values >> 4), -1).flatten(-2)
-    return pack(numbers[pairs.int()] * (scale.float() * factor.float()).repeat_interleave(16, 1))
-
-
-def from_nvfp4_divisor(values: Tensor, scale: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
-    """As `from_nvfp4_factor`; the matrix's scale divides."""
-    return from_nvfp4_factor(values, scale, 1 / divisor.float())

@@ -2,6 +2,7 @@
 
     our kernels         on an untested GPU architecture: a wrong one stops the boot
     other backends      always: where one rank finds a fault, all ranks use our own
+    FlashInfer's NVFP4  always: a wrong product stops the boot
 
 Each shape in use runs once over poisoned pages. Poison is finite, as FlashInfer multiplies unseen values by zero.
 """
@@ -23,6 +24,7 @@ from engine.rank.attention.base import AttentionPart, AttentionParts, PartSettin
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch, frequencies_of
 from engine.rank.kv import ROW_TOKENS, GroupCache, KVCache
 from engine.rank.models.architecture import Model
+from engine.rank.nvfp4 import Nvfp4Weight, e2m1
 from engine.rank.parallel import Inboxes, Parallel
 from kernels import selfcheck
 from kernels.inbox_check import inbox_checks
@@ -31,6 +33,8 @@ from kernels.qkv import replace_unturned
 MIN_RESIDUAL_RMS = 1e-3  # of a forward over random ids: below it weights are missing or zero
 ROWS = 5  # of a check, at most
 _POISON = 50.0
+_PRODUCT_ROWS = 130  # more than a tile of scales
+_CHECKED_OUTPUTS = 300  # the last rows of a matrix
 _DTYPE = torch.bfloat16  # in which a page that is wrong among fifty changes a row by a tenth at least
 
 
@@ -56,6 +60,28 @@ def check_inboxes(parallel: Parallel, inboxes: Inboxes, n: int, device: torch.de
 def _refuse(wrong: Sequence[str]) -> None:
     if wrong:
         raise ConfigError(f"kernels have failed their checks on this GPU, whose architecture nobody tried: {'; '.join(wrong)}")
+
+
+@torch.inference_mode()
+def check_products(model: Model) -> None:
+    """ConfigError: a product is not plain torch's."""
+    matrices = [module for module in model.modules() if isinstance(module, Nvfp4Weight) and module.calls is not None]
+    for shape, weight in {weight.shape: weight for weight in reversed(matrices)}.items():
+        x = exact_rows(_PRODUCT_ROWS, shape[1]).to(weight.device, _DTYPE)
+        rows = slice(-_CHECKED_OUTPUTS, None)
+        error = selfcheck.row_error(weight.rows_product(x, _DTYPE)[:, rows], weight.reference(x, rows))
+        if not error <= selfcheck.TOLERANCE[_DTYPE]:
+            product = f"FlashInfer's product with a matrix of {shape[0]} x {shape[1]}"
+            raise ConfigError(f"weights: nvfp4: {product} is wrong by {error:.2g} on this GPU: set weights: auto")
+
+
+def exact_rows(rows: int, columns: int) -> torch.Tensor:
+    """fp32 rows that NVFP4 holds exactly: a 6 in each group, times powers of two."""
+    generator = torch.Generator().manual_seed(columns)
+    groups = e2m1(torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=generator)).unflatten(1, (-1, 16))
+    groups[..., 0] = 6
+    exponents = torch.randint(-4, 1, groups.shape[:2], generator=generator)
+    return (groups * 2.0 ** exponents[..., None]).flatten(1)
 
 
 @torch.inference_mode()

@@ -66,12 +66,11 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
 
 
 def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int, cached: int, end: int) -> StepPlan:
-    """Admits sequences of `length` random tokens (equal ones would go to the same experts), `cached` of them computed, with pages
-    for [cached, end)."""
+    """Admits sequences of `length` random tokens, `cached` of them computed, with pages for [cached, end)."""
     params = SamplingParams(max_tokens=1)
     admissions = []
     for slot in slots:
-        tokens = np.random.default_rng(slot).integers(0, vocab, length, np.int32).tolist()
+        tokens = np.random.default_rng(slot).integers(0, vocab, length, np.int32).tolist()  # equal ones would share experts
         admissions.append(Admission(slot, slot + 1, tokens, length, params, cached=cached))
     plan = StepPlan(0, admissions=admissions)
     for group in cache:

@@ -37,6 +37,7 @@ STAGES = (
     _tests("one-gpu", 400, 1, f"{_GPU}one_gpu.py"),
     _tests("trtllm", 300, 1, f"{_GPU}trtllm.py", "-k", "not shard and not costs"),
     _tests("trtllm-31b", 240, 1, f"{_GPU}trtllm.py", "-k", "shard or costs"),
+    _tests("nvfp4", 500, 1, f"{_GPU}nvfp4.py"),
     _bench("masked-31b", 150, 1, "masked_neighbours", "--model dummy:31b --shard-of 4 --device cuda --batch 32 --masked 8"),
     _bench("mixed-shard", 150, 1, "mixed", "--shard-of 4"),
     _bench("mixed-few", 150, 1, "mixed", "--shard-of 4 --budget 128 --prompt 64"),

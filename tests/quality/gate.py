@@ -50,6 +50,7 @@ class Setup:
     graphs: bool = True
     kv_dtype: str = "auto"
     head: str = "bf16"
+    weights: str = "auto"
     rounds: bool = False
 
     @property
@@ -77,6 +78,7 @@ class Setup:
             graphs=self.graphs,
             kv_dtype=self.kv_dtype,
             head=self.head,
+            weights=self.weights,
         )
 
 

@@ -40,18 +40,19 @@ def main() -> None:
     parser.add_argument("--format", nargs="+", default=["plain"], choices=("plain", *KINDS), help="of the members' matrices")
     parser.add_argument("--kv-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--head", default="bf16", choices=("bf16", "fp8"), help="fp8 gives the same greedy answers")
+    parser.add_argument("--weights", default="auto", choices=("auto", "nvfp4"), help="nvfp4 keeps the four bits of NVFP4 folders")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.set_num_threads(2)
     chosen = [setup for setup in SETUPS if setup.tp in args.tp and (args.setups is None or setup.name in args.setups)]
-    setups = [replace(setup, device=args.device, kv_dtype=args.kv_dtype, head=args.head) for setup in chosen]
+    setups = [replace(setup, device=args.device, kv_dtype=args.kv_dtype, head=args.head, weights=args.weights) for setup in chosen]
     lost_sum = 2 in args.tp and args.device == "cpu"
     faults = [fault for fault in FAULTS if args.faults and fault != "none" and (fault != "lost sum" or lost_sum)]
     failed = []
     for member in args.members:
         for kind in args.format:
-            with in_format(member, kind, max(setup.tp for setup in setups)) as folders:
+            with in_format(member, kind, max(setup.tp for setup in setups), args.weights) as folders:
                 rounds = args.kv_dtype == "fp8" or not (kind == "plain" or kind.startswith("int4"))
                 asked = [replace(setup, name=f"{kind} {setup.name}", rounds=rounds) for setup in setups]
                 failed += whole(member, args, asked, [] if kind != "plain" or rounds else faults, *folders)
@@ -60,7 +61,7 @@ def main() -> None:
 
 
 @contextmanager
-def in_format(member: str, kind: str, tp: int) -> Iterator[tuple[Path, Path]]:
+def in_format(member: str, kind: str, tp: int, weights: str) -> Iterator[tuple[Path, Path]]:
     """The member's folder in a format, and the plain one that it stands for. int4 leaves matrices plain whose widths it does not
     cut."""
     folder = resolve(f"nano:{member}")
@@ -71,7 +72,7 @@ def in_format(member: str, kind: str, tp: int) -> Iterator[tuple[Path, Path]]:
         widths = widths_of(folder) if kind.startswith("int4") else {}
         ignore = tuple(matrix for matrix, width in widths.items() if width % (64 * tp))
         to = saved(folder, Path(made) / "saved", kind=kind, ignore=ignore)
-        yield to, dequantised(to, Path(made) / "plain")
+        yield to, dequantised(to, Path(made) / "plain", four_bits=weights == "nvfp4")
 
 
 def whole(

@@ -1,19 +1,9 @@
 """Attention by FlashInfer's TensorRT-LLM kernels: trtllm-gen on SM10x; elsewhere xqa, for decode rows only.
 
-FlashInfer passes unchecked bare pointers, so a mistake gives wrong results or a GPU fault. Its rules (0.7.2), which
-`tests/support/flashinfer_calls.py` checks in every call:
-
-    tables      int32 [rows, width], contiguous: width is the kernel's row stride; width * page is a multiple of 256, the keys of a
-                step, and every entry, also after a row's end, names a page of the same pool
-    lengths     int32 [rows], new keys included, at most max_len, which is constant: it chooses kernel and splits
-    window      window_left = W - 1, since a window counts the query's own key
-    scales      1.0 of scores and values, as floats (a tensor costs a launch each call, unless it is a log2)
-    scratch     zeroed once; separate counters, or each call clears a buffer; one stream only
-
-PDL is off: it was never tried with these kernels.
+FlashInfer passes unchecked bare pointers, so a mistake gives wrong results or a GPU fault: docs/blackwell.md lists its rules. PDL
+is off: it was never tried with these kernels.
 """
 
-import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +19,7 @@ from engine.errors import ConfigError
 from engine.geometry import KVGroup, Layer
 from engine.rank.attention.base import AttentionParts, Norms, PartSettings, normed_queries
 from engine.rank.batch import ForwardBatch
+from engine.rank.flashinfer_front import check_arguments
 from engine.rank.kv import ROW_TOKENS, GroupCache
 from kernels.launch import processors
 from kernels.slots import gather_pages
@@ -68,11 +59,8 @@ def load_for(kernels: Kernels, *, download: bool) -> FlashInfer:
         from flashinfer.prefill import trtllm_batch_context_with_kv_cache as context
     except ImportError as error:
         raise ConfigError(f"attention: {TRTLLM_MHA.name} needs FlashInfer (make install-gpu): {error}") from error
-    for call, needed in ((decode, DECODE_ARGUMENTS), (context, CONTEXT_ARGUMENTS)):
-        missing = set(needed) - set(inspect.signature(call).parameters)
-        if missing:
-            lacks = f"FlashInfer {flashinfer.__version__}: {call.__name__} has no {', '.join(sorted(missing))}"
-            raise ConfigError(f"attention: {TRTLLM_MHA.name}: {lacks}")
+    for call, names in ((decode, DECODE_ARGUMENTS), (context, CONTEXT_ARGUMENTS)):
+        check_arguments(f"attention: {TRTLLM_MHA.name}", flashinfer.__version__, call, names)
     return FlashInfer(kernels, decode, context)
 
 

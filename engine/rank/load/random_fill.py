@@ -38,11 +38,7 @@ def drawn(piece: Piece, geometry: Geometry, seed: int, device: torch.device) -> 
 
 
 def _draw(piece: Piece, geometry: Geometry, normal: Tensor) -> Tensor:
-    """Scale to a model that is not chaotic: attention logits of std 1, and a lasting residual.
-
-    A layer multiplies a relative error by sqrt(c^2 + J^2 (1 - c^2)), c the layer scalar, J ~ 1.6: sixty layers by 10^8 at c =
-    0.6, by 60 at 0.95.
-    """
+    """Scale to a model that is not chaotic: attention logits of std 1, and a lasting residual."""
     if piece.tensor.draw is not None:
         return piece.tensor.draw(normal, piece.fan_in)
     match piece.kind:
@@ -57,6 +53,8 @@ def _draw(piece: Piece, geometry: Geometry, normal: Tensor) -> Tensor:
         case "head_norm":
             return (1.0 + 0.2 * normal) * piece.shape[0] ** -0.25
         case "scalar":
+            # A layer multiplies a relative error by sqrt(c^2 + J^2 (1 - c^2)), c the layer scalar, J ~ 1.6: sixty layers by 10^8
+            # at c = 0.6, by 60 at 0.95.
             return torch.full_like(normal, 0.95)
         case "one":
             return torch.ones_like(normal)

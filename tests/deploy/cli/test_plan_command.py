@@ -16,10 +16,12 @@ import yaml
 
 from cluster import capability
 from deploy.cli import plan_command as plan
+from deploy.cli.check_config_command import model_notes
 from deploy.cli.main import main
 from deploy.cli.sizing import Sizing, configured, in_format, kv_budget, meta_rank, pools, size, weight_bytes_and_count
 from deploy.settings import Settings
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.geometry import read_geometry
 from engine.memory import adjustment_bytes, pages_of, sampling_bytes, unpacked_bytes
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
@@ -294,6 +296,7 @@ def test_a_config_is_planned_and_options_win(capsys: pytest.CaptureFixture[str])
         (["--model", "31b", "--context", "0", "1024"], "--context: only lengths from 1 to max_len, 32768"),
         ([], "this machine shows no GPU"),
         (["--weights", "int3"], "weights"),
+        (["--model", "31b", "--weights", "nvfp4", "--gpu", "h100"], "needs GPUs of compute capability 10.0 or 10.3"),
     ],
 )
 def test_a_question_without_an_answer_exits_with_2(
@@ -361,6 +364,34 @@ def test_what_int4_needs_for_many_rows_is_reserved(engine_of: Make, tmp_path: Pa
         for at, more in ((tmp_path, {}), (Path(engine_of(PUBLIC["31b"]).model), {"weights": "fp8"}))
     ]
     assert sizes[0] == sizes[1] > 1.5 * held
+
+
+def test_nvfp4_in_four_bits_is_for_some_gpus(
+    engine_of: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A B200 holds the 31B in 0.61 of fp8's bytes, tables in bf16 included, and is listed with it; this machine's H200 is refused,
+    its B300 is not. A folder without NVFP4 matrices is refused; check-config names the GPUs and what happens to activations."""
+    ask = ["plan", "--model", "31b", "--json", "--weights"]
+    found = {}
+    for weights in ("nvfp4", "fp8"):
+        assert main([*ask, weights, "--gpu", "b200"]) == 0
+        found[weights] = json.loads(capsys.readouterr().out)["weights_per_rank"]
+    assert 0.6 < found["nvfp4"] / found["fp8"] < 0.63
+    for gpu, listed in (("b200", True), ("h200", False)):
+        main(["plan", "--gpu", gpu, "--json"])
+        members = json.loads(capsys.readouterr().out)["members"]
+        assert ("nvfp4" in {each["weights"] for each in members}) == listed
+    for architecture, code in (((9, 0), 2), ((10, 3), 0)):
+        here = capability.Capability((capability.Gpu(0, "GPU", "GPU-0", architecture, 1 << 38),))
+        monkeypatch.setattr(plan, "probe", lambda here=here: here)
+        assert main([*ask, "nvfp4"]) == code
+    with pytest.raises(ConfigError, match="not quantised; Quartet loads nvfp4 weights"):
+        configured(Settings.read({"model": "31b", "weights": "nvfp4"}), Path(engine_of(PUBLIC["31b"]).model))
+    text = json.loads((Path(engine_of(PUBLIC["31b"]).model) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(text | {"quantization_config": KINDS["nvfp4a16"][1]}))
+    said = next(model_notes(Settings.read({"model": str(tmp_path), "weights": "nvfp4", "device": "cuda"})))
+    assert "needs GPUs of compute capability 10.0 or 10.3" in said
+    assert "activations become four bits, too, also of a weight-only folder" in said
 
 
 def test_sizes_are_read_as_written() -> None:

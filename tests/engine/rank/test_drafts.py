@@ -117,7 +117,7 @@ def same_with_drafts(
     folder: Path,
     seed: int = 5,
     pages: tuple[int, int] = (112, 40),
-    kv_dtype: str = "auto",
+    **settings: str,
 ) -> Counter[str]:
     """Every tenth request is given up, and equal as far as it came. A member without a trained drafter gets guesses of its text.
     What was seen is counted: masked tokens are those under a grammar."""
@@ -126,7 +126,7 @@ def same_with_drafts(
     plant = lambda _: None  # noqa: E731
     for mtp in ({}, {"mtp": {"model": str(folder / "assistant"), "drafts": 8}}):
         sizes = {"max_seqs": AT_ONCE, "prefill_budget": 256, "max_len": 320, "pages": pages, "debug_hash": False}
-        config = config_of(folder, tp, kv_dtype=kv_dtype, **sizes, **mtp)
+        config = config_of(folder, tp, **settings, **sizes, **mtp)
         drafting = AnyDrafts(range(9), (AT_ONCE,), seed) if mtp else None
         if mtp and member not in trained():
             whole = [[*memoryview(one.prompt).cast("i"), *texts(runs[0][0])[one.id][0]] for one in asked]
@@ -162,12 +162,13 @@ def test_text_is_that_without_drafts(nano: Nano, tmp_path: Path, member: str, tp
     assert compared["preemptions"] > 0 or member not in ("31b", "26b-a4b")
 
 
-FAST = [("channel", "e2b", 2, "auto"), ("int4-32", "31b", 1, "fp8"), ("plain", "e2b", 2, "fp8")]
+KEPT = "nvfp4, kept"  # in four bits
+FAST = [(KEPT, "31b", 2, "auto"), ("channel", "e2b", 2, "auto"), ("int4-32", "31b", 1, "fp8"), ("plain", "e2b", 2, "fp8")]
 FORMATS = [
     *FAST,
     *((kind, "31b", 1, "auto") for kind in ("int8", "tensor", "nvfp4", "blocks", "mixed")),
     *(("channel", "26b-a4b", 1, "auto"), ("int8", "26b-a4b", 2, "auto"), ("int4-32", "26b-a4b", 2, "auto")),
-    *(("nvfp4", "e2b", 2, "auto"), ("int4-32", "e2b", 1, "auto")),
+    *((KEPT, "26b-a4b", 2, "auto"), ("nvfp4", "e2b", 2, "auto"), ("int4-32", "e2b", 1, "auto")),
 ]
 
 
@@ -183,8 +184,9 @@ def test_text_in_each_format_is_that_without_drafts(
     if kind != "plain":
         widths = widths_of(folder) if kind.startswith("int4") else {}
         ignore = tuple(name for name, width in widths.items() if width % (64 * tp))
-        folder = saved(folder, tmp_path / "saved", kind=kind, ignore=ignore)
-    compared = same_with_drafts(member, tp, mixed_requests(member, range(3, 10), 24), folder, pages=(30, 10), kv_dtype=kv_dtype)
+        folder = saved(folder, tmp_path / "saved", kind=kind.partition(",")[0], ignore=ignore)
+    settings = {"kv_dtype": kv_dtype, "weights": "nvfp4" if kind == KEPT else "auto"}
+    compared = same_with_drafts(member, tp, mixed_requests(member, range(3, 10), 24), folder, pages=(30, 10), **settings)
     print(f"{member} {kind} TP={tp}: {compared}")
     assert compared["accepted"] > compared["tokens"] / 10
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from engine.errors import CheckpointError, ConfigError
 from engine.quantisation import Quantisation, read_quantisation
-from engine.rank.fp8 import Fp8Weight, from_nvfp4_factor
+from engine.rank.fp8 import Fp8Weight
 from engine.rank.models.gemma4 import Gemma4
+from engine.rank.nvfp4 import fp8_from_factor
 from engine.rank.parallel import Single
 from engine.rank.weight import OwnProduct, Weight
 from engine.weight_formats import FP8
@@ -75,7 +76,7 @@ def test_elements_of_nvfp4_are_in_order() -> None:
     expected = torch.cat([numbers, -numbers])[codes] * scale * 0.25
 
     def misses(low: Tensor, high: Tensor) -> bool:
-        values, rows = from_nvfp4_factor((low + 16 * high).to(torch.uint8), scale.to(E4M3), torch.tensor([[0.25]]))
+        values, rows = fp8_from_factor((low + 16 * high).to(torch.uint8), scale.to(E4M3), torch.tensor([[0.25]]))
         return bool(((values.float() * rows - expected).abs() > expected.abs() / 16).any())
 
     assert not misses(codes[:, ::2], codes[:, 1::2])

@@ -17,7 +17,7 @@ from engine.rank.stages.forward_stage import Forwarded
 from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS
 from engine.rank.step_clock import HostEvent
 from engine.step_shapes import StepShapes, StepSizes, mixed_widths
-from engine.weight_formats import INT8
+from engine.weight_formats import FORMATS, INT8, WeightFormat
 from kernels.slots import gather_pages
 from tests.nano.random_models import model_folder
 from tests.support.compiled import compile_node
@@ -129,9 +129,10 @@ def test_a_dense_layer_is_seven_launches(rows: int) -> None:
     assert names == before + 60 * layer + [products, "_local_best", "_choose"]
 
 
-def test_a_layer_in_int8() -> None:
+@pytest.mark.parametrize("kept", [INT8, FORMATS["nvfp4"][0].drawn()], ids=["int8", "nvfp4"])
+def test_a_layer_of_a_librarys_products(kept: WeightFormat) -> None:
     """Products are the library's; the sums of their parts go over inboxes in our norms, as with other formats."""
-    weights = Quantisation(((("Linear",), INT8),))
+    weights = Quantisation(((("Linear",), kept),))
     names = [node.kernel for node in step("random:31b", 8, weights=weights)]
     layer = ["decode_kernel", "_allreduce_norm", "_gelu_mul", "_allreduce_norm"]
     assert names[8:-3] == len(geometry("random:31b").layers) * layer

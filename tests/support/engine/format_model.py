@@ -17,6 +17,7 @@ from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Parallel, Single
 from engine.rank.weight import Weight
+from engine.weight_formats import WeightFormat
 from tests.nano import nano_shapes, random_models, random_weights
 from tests.nano.model_shapes import ModelShape
 from tests.support.engine.paged import caches, run_steps, script
@@ -57,13 +58,14 @@ _UNROUNDED = {"engine.rank.fp8:Fp8Weight": UnroundedFp8, "engine.rank.int8:Int8W
 
 
 def unrounded(quantisation: Quantisation) -> Quantisation:
-    """The same formats, whose products round no activations."""
-    groups = []
-    for targets, weights in quantisation.groups:
-        kind = _UNROUNDED.get(weights.weight)
-        name = weights.weight if kind is None else f"{__name__}:{kind.__name__}"
-        groups.append((targets, weights._replace(weight=name)))
-    return replace(quantisation, groups=tuple(groups))
+    """The same formats, whose products of eight bits round no activations."""
+    return replace(quantisation, groups=tuple((targets, _unrounded(weights)) for targets, weights in quantisation.groups))
+
+
+def _unrounded(weights: WeightFormat) -> WeightFormat:
+    kind = _UNROUNDED.get(weights.weight)
+    name = weights.weight if kind is None else f"{__name__}:{kind.__name__}"
+    return weights._replace(weight=name, eight_bits=weights.eight_bits and _unrounded(weights.eight_bits))
 
 
 def shape_of(member: str) -> ModelShape:
@@ -90,18 +92,24 @@ def _uneven(tensor: nano_shapes.Tensor, shape: ModelShape) -> random_weights.Arr
     return (uneven / uneven.std() * drawn.std()).float().numpy()
 
 
-def model(folder: Path, parallel: Parallel, weights: Quantisation) -> Gemma4:
-    """The folder's model in fp32 on the CPU."""
-    made = Gemma4(read_geometry(folder), parallel, torch.float32, torch.device("cpu"))
+def model(folder: Path, parallel: Parallel, weights: Quantisation, dtype: torch.dtype = torch.float32) -> Gemma4:
+    """The folder's model on the CPU."""
+    made = Gemma4(read_geometry(folder), parallel, dtype, torch.device("cpu"))
     load(made, TENSORS, folder, weights)
     return made
 
 
-def logits(folder: Path, weights: Quantisation, tp: int = 1, change: Callable[[Gemma4], None] | None = None) -> Tensor:
+def logits(
+    folder: Path,
+    weights: Quantisation,
+    tp: int = 1,
+    change: Callable[[Gemma4], None] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """[LENGTH, vocab] of a few ids, prefilled whole."""
 
     def of_rank(parallel: Parallel) -> Tensor:
-        made = model(folder, parallel, weights)
+        made = model(folder, parallel, weights, dtype)
         if change is not None:
             change(made)
         geometry = made.geometry

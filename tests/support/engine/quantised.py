@@ -265,13 +265,17 @@ def saved(folder: Path, to: Path, targets: str = "re:.*", ignore: tuple[str, ...
     return to
 
 
-def dequantised(folder: Path, to: Path) -> Path:
-    """The plain checkpoint, in fp32, of the numbers that ranks hold of a folder in one of KINDS; experts in one tensor."""
+def dequantised(folder: Path, to: Path, *, four_bits: bool = False) -> Path:
+    """The plain checkpoint, in fp32, of the numbers that ranks hold of a folder in one of KINDS; experts in one tensor.
+
+    four_bits: with `weights: nvfp4`"""
     tensors = _tensors(folder)
     for name in [name for name in tensors if re.search(r"\.weight_scale(_inv)?$", name)]:
         begin = name.rpartition(".")[0]
         ends = [each.removeprefix(f"{begin}.") for each in tensors if each.startswith(f"{begin}.")]
-        tensors[f"{begin}.weight"] = as_held({end: tensors.pop(f"{begin}.{end}") for end in ends})
+        is_kept = four_bits and not re.search(r"\.experts\.|per_layer", begin)
+        held = values if is_kept else as_held
+        tensors[f"{begin}.weight"] = held({end: tensors.pop(f"{begin}.{end}") for end in ends})
     config = json.loads((folder / "config.json").read_text())
     config.pop("quantization_config")
     _write(folder, to, fused(tensors), config)
