@@ -28,6 +28,7 @@ from tests.support.engine.faulty_rank import faulty
 from tests.support.engine.groups import Held, end_of, read, running, send
 from tests.support.engine.kv_index import KvIndex
 from tests.support.engine.outputs import outputs
+from tests.support.engine.quantised import saved
 from tests.support.judge.pictures import Prompt, pictures
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone, pytest.mark.usefixtures("forked_groups")]
@@ -122,6 +123,37 @@ def test_a_router_learns_the_pages_of_a_prompt(config: EngineConfig) -> None:
         reader.setsockopt(zmq.LINGER, 0)
         reader.subscribe("kv@")
         asyncio.run(main(Group.boot(config), reader))
+
+
+def test_four_bits_of_a_weight_only_folder(
+    config: EngineConfig, nano: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line of the log says that activations become four bits, too. A prompt's greedy tokens do not depend on company; of the
+    same folder in fp8 they are others."""
+    folder = saved(nano("31b"), tmp_path / "saved", kind="nvfp4a16")
+    caplog.set_level("INFO", logger="cluster.group")
+
+    async def main(group: Group) -> list[list[int]]:
+        async with running(group) as run, asyncio.timeout(120):
+            alone = await ask_all(run.client, [Request(PROMPT, GREEDY)], 1)
+            others = [Request([number, *PROMPT[:50]], GREEDY) for number in range(300, 300 + STREAMS)]
+            together = await ask_all(run.client, [*others, Request(PROMPT, GREEDY)], STREAMS + 1)
+            run.watcher.close()
+            run.client.stop()
+            assert await asyncio.to_thread(group.close)
+            return [answer.tokens for answer in (*alone, together[-1], together[0])]
+
+    found = {}
+    for weights in ("nvfp4", "auto"):
+        caplog.clear()
+        one = msgspec.structs.replace(config, model=str(folder), weights=weights)
+        found[weights] = asyncio.run(main(Group.boot(one)))
+        said = [message for message in caplog.messages if "activations become four bits" in message]
+        assert len(said) == (weights == "nvfp4")
+        assert ("weights: nvfp4" in caplog.messages) == (weights == "nvfp4")
+    alone, together, other = found["nvfp4"]
+    assert alone == together != other
+    assert alone != found["auto"][0]
 
 
 def test_the_nano_group_serves_aborts_and_closes(config: EngineConfig) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -316,6 +317,12 @@ def test_a_version_takes_what_we_give(version: str) -> None:
         known = signature(text).parameters
         assert set(names) <= set(known)
         assert {name for name, each in known.items() if each.default is each.empty} <= set(names)
+
+
+def test_without_flashinfer_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ConfigError, match=r"weights: nvfp4 needs FlashInfer \(make install-gpu\)"):
+        nvfp4.load_calls()
 
 
 def test_the_installed_version_is_one_that_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,8 @@ NVFP4 = group(FP4, FP4 | {"dynamic": "local"}, format="nvfp4-pack-quantized")
 W4A16 = group(numbers(4, "int", "group", group_size=32), format="pack-quantized")
 IGNORED = ["lm_head", "re:.*router.*", "re:.*vision_tower.*", "re:.*embed_vision.*"]
 LAYERS = "model.language_model.layers"
+NVIDIA_31B = "nvidia/Gemma-4-31B-IT-NVFP4"
+NVIDIA_26B = "nvidia/Gemma-4-26B-A4B-NVFP4"
 NOT_MLP = ["lm_head", "model.embed_vision*", "model.vision_tower*", *(f"{LAYERS}.{layer}.self_attn*" for layer in range(60))]
 NOT_EXPERTS = ["lm_head", *(f"{LAYERS}.{layer}.{part}*" for layer in range(30) for part in ("mlp", "router", "self_attn"))]
 
@@ -81,9 +83,9 @@ FOLDERS: dict[str, tuple[str, Parts, str, JsonObject, Header]] = {
     "RedHatAI/gemma-4-31B-it-FP8-block": ("31b", blocks, "", FP8_BLOCKS | {"ignore": IGNORED}, {}),
     "an FP8 folder of ModelOpt, experts alone": (
         "26b-a4b", static, "experts", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": NOT_EXPERTS}, {}),
-    "nvidia/Gemma-4-31B-IT-NVFP4": (
+    NVIDIA_31B: (
         "31b", nvfp4_modelopt, "mlp", {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": NOT_MLP}, {}),
-    "nvidia/Gemma-4-26B-A4B-NVFP4": (
+    NVIDIA_26B: (
         "26b-a4b", nvfp4_modelopt, "experts", {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": NOT_EXPERTS}, {}),
     "RedHatAI/gemma-4-12B-it-NVFP4": ("12b", nvfp4, "", NVFP4 | {"ignore": IGNORED}, {}),
     "google/gemma-4-31B-it-qat-w4a16-ct": (
@@ -136,10 +138,10 @@ def written(to: Path, member: str, said: JsonObject, header: Header) -> Path:
     return to
 
 
-def check(folder: Path) -> int:
+def check(folder: Path, setting: str = "auto") -> int:
     """Reads the headers as a rank does; returns the number of tensors that are needed."""
     geometry = parse_config(json.loads((folder / "config.json").read_text()), "config.json")
-    weights = read_quantisation(folder)
+    weights = read_quantisation(folder, setting)
     return len(checked_headers(folder, pieces(TENSORS, geometry, weights=weights), TENSORS, geometry, weights))
 
 
@@ -159,9 +161,22 @@ def test_every_tensor_is_explained(tmp_path: Path, name: str) -> None:
         check(folder)
 
 
+@pytest.mark.parametrize(("name", "kept"), [(NVIDIA_31B, 180), (NVIDIA_26B, 0), ("RedHatAI/gemma-4-12B-it-NVFP4", 328)])
+def test_what_keeps_four_bits(tmp_path: Path, name: str, kept: int) -> None:
+    """With `weights: nvfp4` the same tensors are read, and so many matrices keep their bits, on two ranks and on four: the MLPs,
+    none where only experts are quantised, and all."""
+    member, parts, quantised, said, more = FOLDERS[name]
+    folder = written(tmp_path, member, said, header_of(member, parts, quantised, more))
+    assert check(folder, "nvfp4") == check(folder)
+    geometry = parse_config(json.loads((folder / "config.json").read_text()), "config.json")
+    for tp in (1, 2, 4):
+        needed = pieces(TENSORS, geometry, tp - 1, tp, read_quantisation(folder, "nvfp4"))
+        assert sum(piece.weights.eight_bits is not None and bool(piece.targets) for piece in needed.values()) == kept
+
+
 def test_a_header_of_47000_tensors_is_quick(tmp_path: Path) -> None:
     """nvidia's 26B in NVFP4, in two shards: resolved in less than two seconds of a processor."""
-    member, parts, quantised, said, more = FOLDERS["nvidia/Gemma-4-26B-A4B-NVFP4"]
+    member, parts, quantised, said, more = FOLDERS[NVIDIA_26B]
     header = header_of(member, parts, quantised, more)
     folder = written(tmp_path, member, said, header)
     assert len(header) > 46_080
