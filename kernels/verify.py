@@ -80,7 +80,7 @@ def verify_cut(
         runs = pages * page // tile.keys // max(1, processors // (ctas * tile.values))
         if d <= 256 and lanes <= 32 and ctas * tile.values <= processors and runs >= 4:  # one on each: fewer, longer turns
             tile = replace(tile, keys=2 * tile.keys, warps=8 if lanes == 16 else 4)
-    while tile.shared_bytes(d) > shared and tile.stages > 1:
+    while tile.shared_bytes(d, max(2, itemsize)) > shared and tile.stages > 1:
         tile = replace(tile, keys=tile.keys // 2) if tile.stages == 2 and tile.keys > 16 else replace(tile, stages=tile.stages - 1)
     if itemsize == 1 and tile.rows < 64:
         tile = replace(tile, stages=2 * tile.stages - 1)

@@ -125,6 +125,7 @@ def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(AssertionError, match="do not fit"):
         verify_cut(1, 1, VERIFY_ROWS, 512, 32, 9, 132, 2, 101376)
     assert verify_cut(8, 1, 64, 512, 32, 9, 132, 2, 101376, 64)[1].shared_bytes(512) <= 101376
+    assert verify_cut(8, 1, 72, 512, 32, 9, 132, 4, 232448)[1].shared_bytes(512, 4) <= 232448  # eight drafts of the E2B in fp32
     with pytest.raises(AssertionError, match=str(VERIFY_ROWS + 1)):
         verify_cut(1, 1, VERIFY_ROWS + 1, 512, 32, 9, 132, 2, 232448)
 
