@@ -4,9 +4,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from engine.quantisation import read_quantisation
+from tests.bench.layer_products import Chain
 from tests.nano.model_shapes import PUBLIC
+from tests.nano.random_models import model_folder
+from tests.support.engine.listed_steps import TP, step
 from tests.support.engine.products import products
+from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
 
@@ -31,3 +37,22 @@ def test_products_of_a_step() -> None:
     assert sizes["qkv_full"] == (4608, 5376, 10)
     assert sizes["o_sliding"] == (5376, 2048, 50)
     assert sizes["head"] == (65536, 5376, 1)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("member", ["31b", "26b-a4b"])
+def test_the_chain_packs_rows_where_the_model_does(member: str, rows: int) -> None:
+    """The bench's fp8 layers launch a step's products, packings and norms in its order, but for the head. Planted: plain norms."""
+    wanted = {"_scale_rows", "_gemv", "_gemm", "_allreduce_norm"}
+    fp8 = read_quantisation(model_folder(f"dummy:{member}"), "fp8")
+    of_step = [node.kernel for node in step(member, rows, weights=fp8) if node.kernel in wanted]
+    chain = Chain(PUBLIC[member], TP, PUBLIC[member].layers, torch.device("meta"), "fp8")
+
+    def launched() -> list[str]:
+        with record((9, 0)) as nodes:
+            chain.run(chain.prepare(rows))
+        return [node.kernel for node in nodes if node.kernel in wanted]
+
+    assert launched() == of_step[:-1]
+    chain.norms = chain.norms._replace(packs=False)
+    assert launched() != of_step[:-1]
