@@ -47,7 +47,7 @@ TURNS, REPLAYS, EPS = 8, 4, 1e-6
 PARTS = ("o_sliding", "o_full", "down")  # may be left in parts for the fused norm, where there is one rank
 FROM_NORM = ("gate_up", "ple_gate")  # as those of q, k and v
 EXPERTS = ("experts_up", "experts_down")
-Tiles = dict[GemmShape | str, Tile | None]
+Tiles = dict[tuple[GemmShape | str, str], Tile | None]  # by shape, or name of experts, and a kernel's kind
 
 
 def random_int4(like: Tensor) -> PackedMatrix:
@@ -138,20 +138,23 @@ class Chain:
 
 
 @contextmanager
-def tiles_of(tried: Tiles) -> Iterator[None]:
-    """Inside the `with` these shapes take these tiles, others those in force."""
+def tiles_of(tried: Tiles, most: int = 1 << 20) -> Iterator[None]:
+    """Inside the `with` these shapes take these tiles for up to `most` rows, others those in force."""
 
     def chosen(rows: int, shape: GemmShape, shared: int, *, parts: bool = False, load: Load = "plain") -> Tile | None:
-        tile = tried.get(shape)
-        if shape not in tried or (tile is not None and (rows <= 2) != (tile.kind == "gemv")):
+        key = shape, "gemv" if rows <= 2 else "gemm"
+        if key not in tried or rows > most:
             return choose(rows, shape, shared, parts=parts, load=load)
-        if tile is not None and tile.kind == "gemv":
+        tile = tried[key]
+        if tile is None:
+            return None
+        if tile.kind == "gemv":
             return replace(tile, rows=rows)
-        return tile and replace(tile, rows=tile.rows or max(16, 1 << (rows - 1).bit_length()), splits=tile.splits if parts else 1)
+        return replace(tile, rows=tile.rows or max(16, 1 << (rows - 1).bit_length()), splits=tile.splits if parts else 1)
 
     def of_experts(assignments: int, count: int, shared: int, load: Load) -> tuple[Tile, ...]:
         pair = zip(EXPERTS, experts_in_force(assignments, count, shared, load), strict=True)
-        return tuple(replace(tried.get(name) or tile, rows=tile.rows) for name, tile in pair)
+        return tuple(replace(tried.get((name, tile.kind)) or tile, rows=tile.rows) for name, tile in pair)
 
     with mock.patch.object(linear, "choose", chosen), mock.patch.object(experts, "choose", of_experts):
         yield
@@ -160,20 +163,20 @@ def tiles_of(tried: Tiles) -> Iterator[None]:
 def parse(text: str, products: Sequence[tuple[str, GemmShape]], model: ModelShape) -> Tiles:
     """A `--try`, or several of them with `+` between; `products` of the model by name."""
     if "+" in text:
-        return {shape: tile for part in text.split("+") for shape, tile in parse(part, products, model).items()}
+        return {key: tile for part in text.split("+") for key, tile in parse(part, products, model).items()}
     name, _, form = text.partition(":")
-    keys = {shape for known, shape in products if known == name} or {name}.intersection(EXPERTS if model.experts else ())
-    if not keys:
+    shapes = {shape for known, shape in products if known == name} or {name}.intersection(EXPERTS if model.experts else ())
+    if not shapes:
         raise SystemExit(f"--try {text}: the products are {', '.join(dict.fromkeys(known for known, _ in products))}")
     if form == "cublas":
-        return dict.fromkeys(keys)
+        return {(shape, kind): None for shape in shapes for kind in ("gemv", "gemm")}
     first, second, third, *more = form.removeprefix("gemv,").split(",")
     if form.startswith("gemv,"):
         tile = Tile("gemv", 1, int(first), int(second), int(third))
     else:
         tile = Tile("gemm", 0, int(first), int(second), stages=int(third), swap="swap" in more)
     numbers = {field: int(number) for field, _, number in (option.partition("=") for option in more) if number}
-    return dict.fromkeys(keys, replace(tile, **numbers))
+    return {(shape, tile.kind): replace(tile, **numbers) for shape in shapes}
 
 
 def graph_of(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
