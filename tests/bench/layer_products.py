@@ -8,9 +8,10 @@ so that a GPU that lowers its clock does so for all; of eight turns the fastest 
     --try down:64,128,3,splits=8     the inner dimension in eight parts;  down:cublas: the library
     --try experts_up:64,128,4,swap   of the experts' gate and up, of as many rows as in force;  experts_down: of their down
     --try experts_down:256,64,4,warps=8+o_full:64,128,8,rows=16     rows a CTA, by default all
-    --try down:gemv,4,2048,3         of one and two rows: 4 outputs a CTA, 2048 columns a turn, 3 turns asked for early
+    --try down:gemv,4,2048,3         of one and two rows: 4 outputs a CTA, 2048 columns a turn, 3 turns asked for early; `,warps=2`
 
-    --weights fp8 | int4             matrices in fp8, and rows of x packed by each product; in int4, groups of 32
+    --weights fp8 | int4             matrices in fp8, rows of x packed as in the model: by norms, otherwise by the product; in int4
+                                     by groups of 32
 
 Tokens choose experts at random. Norms read no other rank's part: what --tp cuts is cut, and its sums take no time. --dry: small,
 under Triton's interpreter.
@@ -20,7 +21,7 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,7 @@ from kernels import experts, linear
 from kernels.experts import choose as experts_in_force
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.launch import INTERPRET, on_second_stream
-from kernels.packed import Load, Matrix, PackedMatrix, fp8_matrix, packed_matrix
+from kernels.packed import Activations, Load, Matrix, PackedMatrix, fp8_matrix, packed_matrix
 from kernels.route import route, router_logits, router_parts
 from kernels.tiles import GemmShape, Tile, choose
 from tests.bench.timing import precompile_all
@@ -44,8 +45,9 @@ from tests.support.launches import record
 
 TURNS, REPLAYS, EPS = 8, 4, 1e-6
 PARTS = ("o_sliding", "o_full", "down")  # may be left in parts for the fused norm, where there is one rank
+FROM_NORM = ("gate_up", "ple_gate")  # as those of q, k and v
 EXPERTS = ("experts_up", "experts_down")
-Tiles = dict[GemmShape | str, Tile | None]
+Tiles = dict[tuple[GemmShape | str, str], Tile | None]  # by shape, or name of experts, and a kernel's kind
 
 
 def random_int4(like: Tensor) -> PackedMatrix:
@@ -58,6 +60,13 @@ def random_int4(like: Tensor) -> PackedMatrix:
 PACKERS: dict[Load, Callable[[Tensor], Matrix]] = {"plain": packed_matrix, "fp8": fp8_matrix, "int4": random_int4}
 
 
+def gated(x: Activations, weight: Matrix) -> Activations:
+    """Rows for a product with a matrix of the same kind."""
+    if packed_matrix(weight).load == "fp8":
+        return linear.linear_gated(x, weight)
+    return linear.linear(x, weight, linear.GEGLU)
+
+
 class MoeLayer:
     """A layer's router and experts with random weights, one rank's share of `tp`."""
 
@@ -68,9 +77,9 @@ class MoeLayer:
         self.parts = router_parts(draw(model.experts, n).float(), torch.ones_like(self.norm).float())
         self.gate_up, self.down = pack(draw(model.experts, 2 * m, n) * n**-0.5), pack(draw(model.experts, n, m) * m**-0.5)
 
-    def run(self, residual: Tensor, x: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
+    def run(self, residual: Tensor, x: Activations, gate_up: Matrix, down: Matrix) -> Tensor:
         """The dense MLP of x, and beside it the experts."""
-        dense = on_second_stream(lambda: linear.linear(linear.linear(x, gate_up, linear.GEGLU), down), x)
+        dense = on_second_stream(lambda: linear.linear(gated(x, gate_up), down), x)
         logits, inner = router_logits(residual, self.parts, self.norm, EPS)
         weights, chosen = route(logits, self.scale, self.top_k)
         return experts.experts(inner, weights, chosen, self.gate_up, self.down, dense)
@@ -85,7 +94,8 @@ class Chain:
         shapes = [shape for layer in range(layers) for shape in layer_products(model, layer, tp)]
         pack = PACKERS[load]
         self.products = [(name, shape, pack(draw(shape.m * (1 + shape.gated), shape.n) * shape.n**-0.5)) for name, shape in shapes]
-        self.norms = Norms(torch.ones_like(draw(model.hidden)), torch.ones_like(draw(model.hidden)))
+        self.norms = Norms(torch.ones_like(draw(model.hidden)), torch.ones_like(draw(model.hidden)), packs=load == "fp8")
+        self.ple = bool(model.ple)
         self.inputs: Callable[[int, int], Tensor] = draw
         self.hidden = model.hidden
         self.experts = [MoeLayer(model, tp, draw, pack) for _ in range(layers if model.experts else 0)]
@@ -96,63 +106,77 @@ class Chain:
 
     def run(self, inputs: dict[int, Tensor]) -> Tensor:
         """One step's residual."""
-        residual = x = inputs[self.hidden]
-        out, products, layers = x, iter(self.products), iter(self.experts)
+        out: Activations = inputs[self.hidden]
+        residual, x = self._norm(inputs[self.hidden], None, self.norms._replace(post=None))
+        products, layers = iter(self.products), iter(self.experts)
         for name, shape, weight in products:
-            source = x if shape.n == self.hidden else out if out.shape[1:] == (shape.n,) else inputs[shape.n]
+            if name in FROM_NORM or name.startswith("qkv"):
+                source = x
+            else:
+                source = out if out.shape[1:] == (shape.n,) else inputs[shape.n]
             norms = self.norms
+            if name == "down" and self.ple:
+                norms = norms._replace(next_norm=None)
             if shape.gated and self.experts:
                 *_, down = next(products)
                 out, norms = next(layers).run(residual, source, weight, down), norms._replace(halves=(norms.post, norms.post))
             elif shape.gated:
-                out = linear.linear(source, weight, linear.GEGLU)
+                out = gated(source, weight)
             elif name == "ple_gate":
                 out = linear.linear(source, weight, linear.gelu_times(inputs[shape.m]))
             else:
                 out = (linear.linear_parts if self.tp == 1 and name in PARTS else linear.linear)(source, weight)
-            if norms.halves or shape.m == self.hidden:
-                residual, normed = fused_allreduce_norm(out, residual, norms, EPS)
-                x = residual if normed is None else normed
+            if norms.halves or name in (*PARTS, "ple_out"):
+                assert isinstance(out, Tensor)
+                residual, x = self._norm(out, residual, norms)
         return residual
+
+    @staticmethod
+    def _norm(part: Tensor, residual: Tensor | None, norms: Norms) -> tuple[Tensor, Activations]:
+        h, x = fused_allreduce_norm(part, residual, norms, EPS)
+        return h, h if x is None else x
 
 
 @contextmanager
-def tiles_of(tried: Tiles) -> Iterator[None]:
-    """Inside the `with` these shapes take these tiles, others those in force."""
+def tiles_of(tried: Tiles, most: int = 1 << 20) -> Iterator[None]:
+    """Inside the `with` these shapes take these tiles for up to `most` rows, others those in force."""
 
     def chosen(rows: int, shape: GemmShape, shared: int, *, parts: bool = False, load: Load = "plain") -> Tile | None:
-        tile = tried.get(shape)
-        if shape not in tried or (tile is not None and (rows <= 2) != (tile.kind == "gemv")):
+        key = shape, "gemv" if rows <= 2 else "gemm"
+        if key not in tried or rows > most:
             return choose(rows, shape, shared, parts=parts, load=load)
-        if tile is not None and tile.kind == "gemv":
+        tile = tried[key]
+        if tile is None:
+            return None
+        if tile.kind == "gemv":
             return replace(tile, rows=rows)
-        return tile and replace(tile, rows=tile.rows or max(16, 1 << (rows - 1).bit_length()), splits=tile.splits if parts else 1)
+        return replace(tile, rows=tile.rows or max(16, 1 << (rows - 1).bit_length()), splits=tile.splits if parts else 1)
 
     def of_experts(assignments: int, count: int, shared: int, load: Load) -> tuple[Tile, ...]:
         pair = zip(EXPERTS, experts_in_force(assignments, count, shared, load), strict=True)
-        return tuple(replace(tried.get(name) or tile, rows=tile.rows) for name, tile in pair)
+        return tuple(replace(tried.get((name, tile.kind)) or tile, rows=tile.rows) for name, tile in pair)
 
     with mock.patch.object(linear, "choose", chosen), mock.patch.object(experts, "choose", of_experts):
         yield
 
 
-def parse(text: str, chain: Chain) -> Tiles:
-    """A `--try`, or several of them with `+` between."""
+def parse(text: str, products: Sequence[tuple[str, GemmShape]], model: ModelShape) -> Tiles:
+    """A `--try`, or several of them with `+` between; `products` of the model by name."""
     if "+" in text:
-        return {shape: tile for part in text.split("+") for shape, tile in parse(part, chain).items()}
+        return {key: tile for part in text.split("+") for key, tile in parse(part, products, model).items()}
     name, _, form = text.partition(":")
-    keys = {shape for known, shape, _ in chain.products if known == name} or {name}.intersection(EXPERTS if chain.experts else ())
-    if not keys:
-        raise SystemExit(f"--try {text}: the products are {', '.join(dict.fromkeys(known for known, *_ in chain.products))}")
+    shapes = {shape for known, shape in products if known == name} or {name}.intersection(EXPERTS if model.experts else ())
+    if not shapes:
+        raise SystemExit(f"--try {text}: the products are {', '.join(dict.fromkeys(known for known, _ in products))}")
     if form == "cublas":
-        return dict.fromkeys(keys)
+        return {(shape, kind): None for shape in shapes for kind in ("gemv", "gemm")}
+    first, second, third, *more = form.removeprefix("gemv,").split(",")
     if form.startswith("gemv,"):
-        bn, bk, early, *warps = map(int, form.split(",")[1:])
-        return dict.fromkeys(keys, Tile("gemv", 1, bn, bk, early, *warps))
-    bn, bk, stages, *more = form.split(",")
-    tile = Tile("gemm", 0, int(bn), int(bk), stages=int(stages), swap="swap" in more)
+        tile = Tile("gemv", 1, int(first), int(second), int(third))
+    else:
+        tile = Tile("gemm", 0, int(first), int(second), stages=int(third), swap="swap" in more)
     numbers = {field: int(number) for field, _, number in (option.partition("=") for option in more) if number}
-    return dict.fromkeys(keys, replace(tile, **numbers))
+    return {(shape, tile.kind): replace(tile, **numbers) for shape in shapes}
 
 
 def graph_of(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
@@ -214,7 +238,8 @@ def main() -> None:
     layers = min(args.layers, model.layers)
     made = partial(Chain, model, args.tp, layers, load=args.weights)
     listed = made(torch.device("meta"))
-    tried = {"in force": {}} | {text: parse(text, listed) for text in args.tried}
+    names = [(name, shape) for name, shape, _ in listed.products]
+    tried = {"in force": {}} | {text: parse(text, names, model) for text in args.tried}
     if not args.dry:
         with record((9, 0)) as nodes:
             for rows, tiles in product(args.rows, tried.values()):

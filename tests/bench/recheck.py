@@ -88,7 +88,7 @@ def compile_all(args: argparse.Namespace) -> None:
     with record((9, 0)) as nodes:
         for rows in args.rows:
             for tile in tried(rows):
-                with tiles_of({shape: tile}):
+                with tiles_of({(shape, tile.kind): tile}):
                     linear(meta((rows, args.hidden), dtype=torch.bfloat16), packed, FP32)
     print(precompile_all(nodes, (9, 0)), "variants", flush=True)
 
@@ -97,7 +97,7 @@ def sweep(x: Tensor, packed: PackedMatrix) -> None:
     """A line a tile."""
     for tile in tried(len(x)):
         try:
-            with tiles_of({GemmShape(*packed.values.shape): tile}):
+            with tiles_of({(GemmShape(*packed.values.shape), tile.kind): tile}):
                 us = time_us(lambda: linear(x, packed, FP32))
         except FAILURES as error:
             print(f"  {tile}: {type(error).__name__}", flush=True)

@@ -9,6 +9,8 @@ time, which is what the host allows; `floor`, its bytes at the best read rate se
 
     --adapters 8 --rank 16     each batch twice: without adapters, and with rows of so many in turn, on the matrices of --targets
 
+    --try down:64,256,6        other tiles of up to 64 rows, as in `tests.bench.layer_products`; the start takes longer
+
     --tp 4                     four ranks on four GPUs
     --tp 4 --loopback          rank 0 of four on one GPU: its sums and choices go to itself: all but the wires
     --device cpu               everything but graphs, on nano shapes: a rehearsal
@@ -32,15 +34,19 @@ from engine.rank.parallel import Parallel, Single
 from engine.rank.stages import draft_stage
 from engine.step_shapes import StepSizes
 from kernels.precompile import set_cache_keys
+from kernels.tiles import MOST_ROWS
 from tests.bench.gpu_ranks import run_on_gpus
+from tests.bench.layer_products import Tiles, parse, tiles_of
 from tests.bench.profiling import bare_rank
 from tests.bench.profiling.bare_rank import BareRank, pages_held
 from tests.bench.profiling.decode_times import WARM_STEPS, lengths_kept, replay, replay_ms, time_step
 from tests.bench.profiling.loopback import Loopback
 from tests.bench.shard_model import write_int4, write_shard
+from tests.nano.model_shapes import PUBLIC
 from tests.support.engine import drafters
 from tests.support.engine.adapters import add_random
 from tests.support.engine.draws import draft_chance
+from tests.support.engine.products import products
 
 
 def say(parallel: Parallel, text: str) -> None:
@@ -146,24 +152,33 @@ def profile(bench: BareRank, parallel: Parallel, batch: int, args: argparse.Name
         seen.export_chrome_trace(f"{args.out}/trace-b{batch}.json.gz")
 
 
+def tried(args: argparse.Namespace, parallel: Parallel) -> Tiles:
+    """The tiles of --try for the shapes of a public model."""
+    if not args.tried:
+        return {}
+    model = PUBLIC[args.model.removeprefix("dummy:")]
+    return parse(args.tried, [(each.name, each.shape) for each in products(model, parallel.size * args.shard_of)], model)
+
+
 @torch.inference_mode()
 def run(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> None:
     """All batches on one rank."""
-    set_cache_keys()
-    bench = build(args, parallel, device)
-    if args.check:
-        check_graphs(bench, parallel, args)
-    adapted = replace(bench, adapters=args.adapters)
-    if args.check and args.adapters:
-        check_graphs(adapted, parallel, args)
-    step = 1
-    for batch in args.batches:
-        step = measure(bench, parallel, batch, args, step)
-        if args.adapters:
-            say(parallel, f"the same with {args.adapters} adapters of rank {args.rank}:")
-            step = measure(adapted, parallel, batch, args, step)
-        if args.profile and batch in args.profile:
-            profile(adapted, parallel, batch, args)
+    with tiles_of(tried(args, parallel), MOST_ROWS):
+        set_cache_keys()
+        bench = build(args, parallel, device)
+        if args.check:
+            check_graphs(bench, parallel, args)
+        adapted = replace(bench, adapters=args.adapters)
+        if args.check and args.adapters:
+            check_graphs(adapted, parallel, args)
+        step = 1
+        for batch in args.batches:
+            step = measure(bench, parallel, batch, args, step)
+            if args.adapters:
+                say(parallel, f"the same with {args.adapters} adapters of rank {args.rank}:")
+                step = measure(adapted, parallel, batch, args, step)
+            if args.profile and batch in args.profile:
+                profile(adapted, parallel, batch, args)
 
 
 def main() -> None:
@@ -173,6 +188,7 @@ def main() -> None:
     parser.add_argument("--weights", default="auto", help="plain, fp8 or int4")
     parser.add_argument("--head", default="bf16", help="fp8")
     parser.add_argument("--kv-dtype", default="auto", help="fp8")
+    parser.add_argument("--try", dest="tried", default="", metavar="PRODUCT:FORM")
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--shard-of", type=int, default=1, metavar="N", help="a rank's shard of N, as a model of its own")

@@ -4,9 +4,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from engine.quantisation import read_quantisation
+from kernels import linear
+from kernels.tiles import GemmShape, Tile, choose
+from tests.bench.layer_products import Chain, parse, tiles_of
 from tests.nano.model_shapes import PUBLIC
+from tests.nano.random_models import model_folder
+from tests.support.engine.listed_steps import TP, step
 from tests.support.engine.products import products
+from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
 
@@ -31,3 +39,35 @@ def test_products_of_a_step() -> None:
     assert sizes["qkv_full"] == (4608, 5376, 10)
     assert sizes["o_sliding"] == (5376, 2048, 50)
     assert sizes["head"] == (65536, 5376, 1)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("member", ["31b", "26b-a4b"])
+def test_the_chain_packs_rows_where_the_model_does(member: str, rows: int) -> None:
+    """The bench's fp8 layers launch a step's products, packings and norms in its order, but for the head. Planted: plain norms."""
+    wanted = {"_scale_rows", "_gemv", "_gemm", "_allreduce_norm"}
+    fp8 = read_quantisation(model_folder(f"dummy:{member}"), "fp8")
+    of_step = [node.kernel for node in step(member, rows, weights=fp8) if node.kernel in wanted]
+    chain = Chain(PUBLIC[member], TP, PUBLIC[member].layers, torch.device("meta"), "fp8")
+
+    def launched() -> list[str]:
+        with record((9, 0)) as nodes:
+            chain.run(chain.prepare(rows))
+        return [node.kernel for node in nodes if node.kernel in wanted]
+
+    assert launched() == of_step[:-1]
+    chain.norms = chain.norms._replace(packs=False)
+    assert launched() != of_step[:-1]
+
+
+def test_tiles_are_tried_where_they_can_be() -> None:
+    """A gemv of one and two rows and a gemm of more are tried together, up to so many rows; all else is as in force."""
+    down, o = GemmShape(5376, 21504), GemmShape(5376, 8192)
+    names = [(product.name, product.shape) for product in products(PUBLIC["31b"], 1)]
+    text = "down:gemv,2,1024,3,warps=2+down:32,128,5,swap"
+    with tiles_of(parse(text, names, PUBLIC["31b"]), most=64):
+        taken = [linear.choose(rows, down, 232448, load="fp8") for rows in (1, 2, 9, 64)]
+        for rows, shape in ((65, down), (1, o), (9, o)):
+            assert linear.choose(rows, shape, 232448, load="fp8") == choose(rows, shape, 232448, load="fp8")
+    assert taken[:2] == [Tile("gemv", rows, 2, 1024, 3, warps=2) for rows in (1, 2)]
+    assert taken[2:] == [Tile("gemm", rows, 32, 128, stages=5, swap=True) for rows in (16, 64)]
