@@ -24,7 +24,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTION)
 # In the order of MEASURES; those of RATES per 1 000 lines.
 ALLOWED: dict[str, tuple[int, ...]] = {
     "engine/core": (0, 0, 0, 0, 0, 0, 0, 4, 13),
-    "engine/rank": (0, 0, 0, 0, 0, 0, 0, 4, 17),
+    "engine/rank": (0, 0, 0, 0, 0, 0, 0, 3, 16),
     "engine/front": (0, 0, 0, 0, 0, 0, 0, 1, 28),
     "engine": (0, 0, 0, 0, 0, 0, 0, 2, 12),
     "kernels": (0, 0, 0, 0, 0, 0, 0, 8, 25),
@@ -39,7 +39,7 @@ BUDGETS = {
     "engine/core": 2_799,
     "engine/rank": 5_798,
     "engine/front": 2_586,
-    "engine": 3_865,
+    "engine": 3_854,
     "kernels": 6_637,
     "cluster": 707,
     "deploy/edge": 5_256,

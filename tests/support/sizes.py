@@ -30,16 +30,16 @@ ROOMS = (
 # Tokens of each room: what is there and 1 % of slack. Who comes below lowers the bound; who needs more says what the new
 # feature replaced. The goal of the product for the same features: 215 000 tokens, of them 90 000 of the engine.
 BOUNDS = {
-    "engine/core": 22_740,
-    "engine/rank": 57_211,
+    "engine/core": 22_720,
+    "engine/rank": 58_866,
     "engine/front": 25_201,
-    "engine": 24_963,
-    "kernels": 74_744,
-    "cluster": 5_634,
+    "engine": 25_258,
+    "kernels": 74_751,
+    "cluster": 5_711,
     "deploy/edge": 57_860,
-    "deploy": 24_061,
+    "deploy": 24_237,
     "dashboards": 5_792,
-    "tests": 625_321,
+    "tests": 634_467,
 }
 CONSTRUCTOR = 250  # tokens of the largest
 _COUNTED = frozenset({tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING})
