@@ -163,8 +163,8 @@ def scaled_product(x: PackedRows, weight: PackedMatrix, out: Tensor) -> Tensor:
     if out.is_cuda and enabled(out) and out.dtype == torch.bfloat16 and multiples and len(out):
         scales = x.scale[:, None], weight.scale[None]
         return torch._scaled_mm(x.values, weight.values.t(), *scales, out_dtype=out.dtype, use_fast_accum=True, out=out)
-    sums = x.values.float() @ weight.values.float().t()
-    return out.copy_(sums * (x.scale[:, None] * weight.scale))
+    sums = x.values.double() @ weight.values.double().t()  # exact, so equal whatever rows x has
+    return out.copy_(sums.float() * (x.scale[:, None] * weight.scale))
 
 
 @triton.jit
