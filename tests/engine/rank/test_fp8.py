@@ -31,8 +31,8 @@ MLP, EXPERTS = r"re:.*\.mlp\..*", r"re:.*\.experts\..*"
 
 
 class Expected(OwnProduct, Fp8Weight):
-    """The products by their formula: each row of x in e4m3 with a scale of its own. The sums are exact: where a rounding to e4m3 fell
-    the other way, all later rows would differ."""
+    """The products by their formula: each row of x in e4m3 with a scale of its own. The sums are exact: where a rounding to e4m3
+    fell the other way, all later rows would differ."""
 
     def rows_product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         scale = x.abs().amax(1, keepdim=True) / 448
