@@ -161,8 +161,14 @@ def test_a_group_gives_transformers_tokens(case: Callable[..., Case], member: st
     """Every greedy token is transformers' argmax and every logprob, of prompts too, within 1e-4 of its; with small pools also after
     preemptions."""
     tight = tp == 2
-    figures = check(case(member), tp, tight=tight, name=member)
+    it = case(member)
+    figures = check(it, tp, tight=tight, name=member)
     assert figures.last is not None
+    for draw in range(3):  # admission leaves room to grow, so one draw in ten preempts nobody
+        if tight and figures.last.preemptions == 0:
+            it = replace(it, prompts=random_prompts(it.geometry, PROMPTS, random.Random(f"{SEED} {draw}")))
+            figures = check(it, tp, tight=tight, name=member)
+            assert figures.last is not None
     if tight:
         assert figures.last.preemptions > 0
     else:
