@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.plan import RESULT_HEAD, SECTIONS, Admission, ResultRow, StepPlan, StepResult
-from engine.protocol import Logprobs, PlacedItem, SamplingParams
+from engine.plan import RESULT_HEAD, SECTIONS, Admission, Encode, ResultRow, StepPlan, StepResult
+from engine.protocol import Logprobs, SamplingParams
 from tests.support.engine.plans import result_rows
 
 _NO_TOKENS = ("nan", "empty")  # flags of result rows
@@ -76,9 +76,9 @@ def _plan_of(data: dict[str, Any]) -> StepPlan:
     admissions = [
         Admission(**{**row, "params": msgspec.convert(row["params"], SamplingParams)}) for row in data.get("admissions", [])
     ]
-    media = msgspec.convert(data.get("media", []), list[PlacedItem])
+    encodes = msgspec.convert(data.get("encodes", []), list[Encode])
     flags = {"masked": data.get("masked", False), "drafts": data.get("drafts", 0)}
-    return StepPlan(data["step"], **flags, admissions=admissions, media=media, **sections)
+    return StepPlan(data["step"], **flags, admissions=admissions, encodes=encodes, **sections)
 
 
 def _result_to_json(result: StepResult) -> dict[str, Any]:
