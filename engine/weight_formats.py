@@ -4,6 +4,7 @@ Each has an entry here, and a class derived from `engine.rank.weight.Weight`.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 
@@ -16,10 +17,15 @@ class StoredTensor(NamedTuple):
     draw: Callable[[Any, int], Any] | None = None  # makes a random one from normal values of its shape, and n; None: as the matrix
 
     def shape(self, matrix: tuple[int, ...]) -> tuple[int, ...]:
-        if self.block == (1, 1):
-            return matrix
-        sizes = zip(matrix[-2:], self.block, strict=False)
-        return (*matrix[:-2], *(-(-size // unit) if unit else 1 for size, unit in sizes))
+        return _in_blocks(matrix, self.block)
+
+
+@cache
+def _in_blocks(matrix: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    if block == (1, 1):
+        return matrix
+    sizes = zip(matrix[-2:], block, strict=False)
+    return (*matrix[:-2], *(-(-size // unit) if unit else 1 for size, unit in sizes))
 
 
 class WeightFormat(NamedTuple):

@@ -7,7 +7,7 @@ from engine.rank.load.tensor_table import HEAD, Rule, TensorTable, norm_rule
 
 _TOWERS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.", "vision_embedder.")
 # Of the text model's tensors: as published with towers and without, and as classes of transformers write them.
-_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+_PREFIX = re.compile(r"^(model\.language_model|language_model\.model|language_model|model)\.")
 BLOCK_NORMS = {  # of a block, by its own names: drafters and towers have the same
     "input_layernorm": "pre_attention",
     "post_attention_layernorm": "post_attention",
@@ -86,7 +86,7 @@ def _is_unused(name: str, geometry: Geometry) -> bool:
 def _published_name(name: str, geometry: Geometry) -> str:
     if _is_of_tower(name):
         return name
-    rest = name.removeprefix(next(prefix for prefix in _PREFIXES if name.startswith(prefix)))
+    rest = _PREFIX.sub("", name)
     if rest == HEAD:
         return rest
     return geometry.prefix + rest
