@@ -164,7 +164,7 @@ def test_a_group_gives_transformers_tokens(case: Callable[..., Case], member: st
     it = case(member)
     figures = check(it, tp, tight=tight, name=member)
     assert figures.last is not None
-    for draw in range(3):  # admission leaves room to grow, so one draw in ten preempts nobody
+    for draw in range(3):  # admission leaves room to grow, so one draw in ten has no preemption
         if tight and figures.last.preemptions == 0:
             it = replace(it, prompts=random_prompts(it.geometry, PROMPTS, random.Random(f"{SEED} {draw}")))
             figures = check(it, tp, tight=tight, name=member)

@@ -90,7 +90,7 @@ class Fp4Kernels:
         assert out.shape == (rows, outputs)
         assert out.is_contiguous()
         assert workspace.dtype == torch.uint8
-        assert tactic == -1, "nobody tunes"
+        assert tactic == -1, "a tactic was tuned"
         operands = [self._numbers(a, a_scale), self._numbers(b, b_scale)]
         out.copy_(operands[0] @ operands[1].t() * alpha.double())
         self.calls.append({"rows": rows, "outputs": outputs, "columns": columns, "alpha": alpha.item()})
