@@ -286,7 +286,13 @@ def _grouped(
         source = tl.load(order + row, row < end, 0) // TOP
     source_rows = x + source.to(tl.int64)[:, None] * K
     ALL: constexpr = M * (2 if GATED else 1)
-    at_row = (expert * ALL + tl.minimum(column, M - 1))[:, None]
+    at_output = expert * ALL + tl.minimum(column, M - 1)
+    if x_scale is not None:  # after the sums they would have to come from HBM
+        x_scales = tl.load(x_scale + tl.where(row < end, source, 0))  # rows past the tile's end have no scale
+        scales = tl.load(scale + at_output)
+        if GATED:
+            up_scales = tl.load(scale + at_output + M)
+    at_row = at_output[:, None]
     base = weight + at_row * K + lane
     total = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
     up = total
@@ -308,11 +314,9 @@ def _grouped(
             if GATED:
                 up = add_product(values, tl.load(base + M * K + k, inside, 0.0), up, SWAP)
     if x_scale is not None:
-        scale += expert * ALL
-        source = tl.where(row < end, source, 0)  # rows past the tile's end have no scale
-        total = scaled_tile(total, x_scale, scale, source, column, ALL, SWAP)
+        total = scaled_tile(total, x_scales, scales, SWAP)
         if GATED:
-            up = scaled_tile(up, x_scale, scale, source, column + M, ALL, SWAP)
+            up = scaled_tile(up, x_scales, up_scales, SWAP)
     if GATED:
         total = gelu(total) * up
     if SWAP:

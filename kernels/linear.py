@@ -29,7 +29,6 @@ from kernels.packed import (
     operands,
     pack_rows,
     packed_matrix,
-    scaled,
     scaled_product,
     scaled_tile,
     unpacked,
@@ -204,6 +203,14 @@ def _add_products(sums, tile, values, LANE: constexpr):
     return sums + tl.sum(products, 2)
 
 
+@triton.jit
+def _scaled_sum(sums, scales, x_scales, MATRIX: constexpr, ROW: constexpr):
+    total = tl.sum(sums, 1)
+    if len(scales) > 0:
+        total *= scales[MATRIX] * x_scales[ROW]
+    return total
+
+
 @triton.jit(do_not_specialize=["rank", "buffer"])
 def _gemv(
     x, x_scale, weight, scale, up, out, pointers, rank, buffer,
@@ -220,6 +227,10 @@ def _gemv(
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
+    scales: tl.tuple = ()
+    if x_scale is not None:  # at the end they would have to come from HBM
+        for matrix in tl.static_range(MATRICES):
+            scales += (tl.load(scale + matrix * M + tl.minimum(column, M - 1)),)
     tiles: tl.tuple = ()
     for i in tl.static_range(min(EARLY, TILES)):
         for matrix in tl.static_range(MATRICES):
@@ -227,6 +238,10 @@ def _gemv(
     wait(PDL)
     first = tl.program_id(1) * ROWS
     x += first * K
+    x_scales: tl.tuple = ()
+    if x_scale is not None:
+        for row in tl.static_range(ROWS):
+            x_scales += (tl.load(x_scale + first + row),)
     sums: tl.tuple = ()
     for _ in tl.static_range(ROWS * MATRICES):
         sums += (tl.zeros([BN, BK // LANE], tl.float32),)
@@ -243,10 +258,9 @@ def _gemv(
     live = column < M
     for row in tl.static_range(ROWS):
         at = tl.full([BN], row, tl.int32) + first
-        total = scaled(tl.sum(sums[row * MATRICES], 1), x_scale, scale, at, column, M)
+        total = _scaled_sum(sums[row * MATRICES], scales, x_scales, 0, row)
         if GATED:
-            second = scaled(tl.sum(sums[row * MATRICES + 1], 1), x_scale, scale, at, column + M, 2 * M)
-            total = gelu(total) * second
+            total = gelu(total) * _scaled_sum(sums[row * MATRICES + 1], scales, x_scales, 1, row)
         if UP > 0:
             total = gelu(total) * tl.load(up + at * UP + column, live, 0.0).to(tl.float32)
         _store(total, out, at, column, live, inboxes, rank, buffer, SIZE, INBOX_ROWS, WIDTH, EMPTY)
@@ -324,6 +338,10 @@ def _gemm(
     prefetch(base + lines)
     if GATED:
         prefetch(base + M * (K // WORD) + lines)
+    if x_scale is not None:  # at the end they would have to come from HBM
+        scales = tl.load(scale + tl.minimum(column, M - 1))
+        if GATED:
+            second_scales = tl.load(scale + M + tl.minimum(column, M - 1))
     row = tl.arange(0, ROWS)
     if RANK > 0:
         of_all = tl.arange(0, ROWS) + tl.program_id(2) * ROWS
@@ -342,6 +360,11 @@ def _gemm(
         block = tl.program_id(2) * ROWS
         T -= block
         x += block.to(tl.int64) * K
+    if x_scale is not None:
+        rows = tl.minimum(row, T - 1)
+        if BLOCKS:
+            rows += block
+        x_scales = tl.load(x_scale + rows)
     xs = x + first + row[:, None] * K
     live = row[:, None] < T
     offset = tl.arange(0, BK)[None, :]
@@ -367,12 +390,9 @@ def _gemm(
                 tile = tl.load(base + M * K + k + offset, inside, 0.0, eviction_policy="evict_first")
                 second = add_product(values, tile, second, SWAP)
     if x_scale is not None:
-        rows = tl.minimum(row, T - 1)
-        if BLOCKS:
-            rows += block
-        total = scaled_tile(total, x_scale, scale, rows, column, M, SWAP)
+        total = scaled_tile(total, x_scales, scales, SWAP)
         if GATED:
-            second = scaled_tile(second, x_scale, scale, rows, column + M, 2 * M, SWAP)
+            second = scaled_tile(second, x_scales, second_scales, SWAP)
     if RANK > 0:
         wait(PDL)
         if SPLITS == 1 or tl.program_id(1) == 0:

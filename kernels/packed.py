@@ -17,12 +17,14 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.four_bits import unpacked_groups
-from kernels.launch import check_contiguous, enabled, launch, next_power_of_2, trigger, wait
+from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.numerics import cast
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 _LEAST_SCALE = 1e-12  # of a row of zeros
+_CTAS = 128  # at most, that take parts of few rows
+_LEAST_PART = 1024
 Load = Literal["plain", "fp8", "int4"]
 
 
@@ -138,8 +140,11 @@ def pack_rows(x: Activations) -> PackedRows:
         scale = (x.float().abs().amax(1) / LARGEST).clamp_min(_LEAST_SCALE)
         return PackedRows((x.float() / scale[:, None]).to(E4M3), scale, x.dtype)
     out = PackedRows.empty(x)
-    block = next_power_of_2(x.shape[1])
-    launch(_scale_rows, (len(x),), x, out.values, out.scale, N=x.shape[1], BLOCK=block, warps=scale_warps(block))
+    rows, n = x.shape
+    block = next_power_of_2(n)
+    parts = max(1, _CTAS // max(16, next_power_of_2(rows)))  # the classes of rows of `kernels.tiles`: no more variants
+    part = min(block, max(_LEAST_PART, block // parts))
+    launch(_scale_rows, (rows, cdiv(n, part)), x, out.values, out.scale, N=n, BLOCK=block, PART=part, warps=scale_warps(block))
     return out
 
 
@@ -168,34 +173,41 @@ def scaled_product(x: PackedRows, weight: PackedMatrix, out: Tensor) -> Tensor:
 
 
 @triton.jit
-def scaled(total, x_scale, scale, row, column, M: constexpr):
-    if x_scale is not None:
-        total *= tl.load(x_scale + row) * tl.load(scale + tl.minimum(column, M - 1))
-    return total
+def scaled_tile(total, x_scale, scale, SWAP: constexpr):
+    """total [rows, outputs], with SWAP transposed, by both scales."""
+    if SWAP:
+        factor = x_scale[None, :] * scale[:, None]
+    else:
+        factor = x_scale[:, None] * scale[None, :]
+    return total * factor
 
 
 @triton.jit
-def scaled_tile(total, x_scale, scale, row, column, M: constexpr, SWAP: constexpr):
-    if SWAP:
-        total = scaled(total, x_scale, scale, row[None, :], column[:, None], M)
-    else:
-        total = scaled(total, x_scale, scale, row[:, None], column[None, :], M)
-    return total
+def row_scale(x):
+    return tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1e-12)
 
 
 @triton.jit
 def store_scaled(x, values, scale, row, N: constexpr, BLOCK: constexpr):
     """Write row x [BLOCK], fp32 with zeros from N on, to row `row` of values and scale."""
     lane = tl.arange(0, BLOCK)
-    factor = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1e-12)
+    factor = row_scale(x)
     tl.store(values + row * N + lane, cast(x / factor, values.dtype.element_ty), lane < N)
     tl.store(scale + row, factor)
 
 
 @triton.jit
-def _scale_rows(x, values, scale, N: constexpr, BLOCK: constexpr, PDL: constexpr):
+def _scale_rows(x, values, scale, N: constexpr, BLOCK: constexpr, PART: constexpr, PDL: constexpr):
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     wait(PDL)
-    store_scaled(tl.load(x + row * N + lane, lane < N, 0.0).to(tl.float32), values, scale, row, N, BLOCK)
+    whole = tl.load(x + row * N + lane, lane < N, 0.0).to(tl.float32)
+    if PART == BLOCK:
+        store_scaled(whole, values, scale, row, N, BLOCK)
+    else:
+        factor = row_scale(whole)
+        lane = tl.program_id(1) * PART + tl.arange(0, PART)
+        part = tl.load(x + row * N + lane, lane < N, 0.0).to(tl.float32)
+        tl.store(values + row * N + lane, cast(part / factor, values.dtype.element_ty), lane < N)
+        tl.store(scale + row, factor)

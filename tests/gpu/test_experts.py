@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from kernels.experts import experts
 from kernels.launch import on_second_stream
+from kernels.packed import PackedMatrix, fp8_matrix, unpacked
 from kernels.route import route, router_logits, router_parts
 from tests.nano.model_shapes import PUBLIC
 
@@ -77,6 +78,23 @@ def test_experts(tensors: tuple[Tensor, Tensor], rows: int) -> None:
     assert rows == 1 or torch.equal(it.run()[-1, SHAPE.hidden :], y[-1])
     it.chosen[-1] = it.chosen[-1].roll(1)
     assert off(it.run()[:, SHAPE.hidden :]) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("rows", [1, 8, 100])
+def test_fp8_experts(tensors: tuple[Tensor, Tensor], rows: int) -> None:
+    """The formula of the rounded weights, to the roundings of packed rows. Planted: doubled scales."""
+    gate_up, down = (fp8_matrix(each) for each in tensors)
+    assert gate_up.scale is not None
+    it = layer((unpacked(gate_up), unpacked(down)), rows)
+    want = it.want()
+
+    def off(gate_up: PackedMatrix) -> float:
+        y = experts(it.x, it.weights, it.chosen, gate_up, down, lambda: it.beside)[:, SHAPE.hidden :]
+        return float((y.float() - want).abs().max() / want.abs().max())
+
+    tolerance = 2**-4  # elements of both rows are rounded by up to so much
+    assert off(gate_up) < tolerance
+    assert off(gate_up._replace(scale=2 * gate_up.scale)) > 4 * tolerance
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -10,6 +10,7 @@ from torch.nn import functional
 import kernels.experts
 from kernels.experts import choose, experts
 from kernels.norm import rms_norm
+from kernels.packed import PackedMatrix, fp8_matrix, unpacked
 from kernels.route import route, router_logits, router_parts
 from tests.support import interpreter
 from tests.support.dtypes import both_dtypes
@@ -168,6 +169,28 @@ def interpreted_experts(tokens: int, dtype: torch.dtype) -> None:
     assert it.error(replace(it, weights=it.weights.roll(1, 1)).run()) > 10 * tolerance
     narrow = replace(it, gate_up=it.gate_up.unflatten(1, (2, 44))[:, :, :-1].flatten(1, 2), down=it.down[..., :-1].contiguous())
     assert it.error(narrow.run()) > 4 * tolerance
+
+
+@pytest.mark.parametrize("tokens", [1, 11, 60])
+def interpreted_fp8_experts(tokens: int) -> None:
+    """Each kernel multiplies e4m3 weights by packed rows and scales sums. Scales of other channels or experts show."""
+    it = case(tokens, n=72, m=44)
+    gate_up, down = fp8_matrix(it.gate_up), fp8_matrix(it.down)
+    exact = replace(it, gate_up=unpacked(gate_up), down=unpacked(down))
+
+    def off(gate_up: PackedMatrix, down: PackedMatrix) -> float:
+        with record() as nodes:
+            y = experts(it.x, it.weights, it.chosen, gate_up, down, lambda: it.beside).chunk(2, dim=-1)[1]
+        assert sum(node.kernel == "_scale_rows" for node in nodes) == 2
+        return exact.error(y)
+
+    tolerance = 2**-4  # elements of both rows are rounded by up to so much
+    assert off(gate_up, down) < tolerance
+    assert gate_up.scale is not None
+    assert down.scale is not None
+    for dimension in (0, 1):
+        assert off(gate_up._replace(scale=gate_up.scale.nan_to_num(0.0015).roll(7, dimension)), down) > 2 * tolerance
+        assert off(gate_up, down._replace(scale=down.scale.roll(7, dimension))) > 2 * tolerance
 
 
 def interpreted_skew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from kernels.activation import geglu, geglu_rows
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
+from kernels.launch import plain_torch
 from kernels.linear import FP32, GEGLU, NONE, _run, linear, linear_parts
 from kernels.packed import PackedRows, fp8_matrix, pack_rows, packed_matrix
 from kernels.tiles import LARGE_SHARED, MOST_ROWS, TABLE, GemmShape, Tile, choose, fit
@@ -108,12 +109,19 @@ def interpreted_fp8_products(tile: Tile, gated: bool) -> None:
     assert rows == 1 or error(out, expected(packed.scale.roll(1), weight.scale)) > 4 * TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("columns", [300, 5000])
 @pytest.mark.parametrize("rows", [1, 3])
-def interpreted_packed_rows(rows: int) -> None:
-    """A row of zeros stays zero, others are rounded to e4m3's three bits, and fused producers give the bits of `pack_rows`."""
-    x, _ = case(rows + 1, 4, 300, torch.bfloat16, False)
+def interpreted_packed_rows(rows: int, columns: int) -> None:
+    """A row of zeros stays zero, others are rounded to e4m3's three bits, and fused producers give the bits of `pack_rows`, which
+    are torch's. Planted: a scale of the first columns alone."""
+    x, _ = case(rows + 1, 4, columns, torch.bfloat16, False)
     x[0] = 0
+    with plain_torch():
+        by_torch = pack_rows(x)
     packed = pack_rows(x)
+    assert torch.equal(packed.values.view(torch.uint8), by_torch.values.view(torch.uint8))
+    assert torch.equal(packed.scale, by_torch.scale)
+    assert not torch.equal(pack_rows(x[:, :250].contiguous()).scale, packed.scale)
     assert not packed.values[0].float().any()
     rounded = packed.values.float() * packed.scale[:, None]
     assert ((rounded - x.float()).abs() <= 2**-4 * x.float().abs() + 2**-9 * packed.scale[:, None]).all()
