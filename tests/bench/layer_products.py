@@ -8,7 +8,9 @@ so that a GPU that lowers its clock does so for all; of eight turns the fastest 
     --try down:64,128,3,splits=8     the inner dimension in eight parts;  down:cublas: the library
     --try experts_up:64,128,4,swap   of the experts' gate and up, of as many rows as in force;  experts_down: of their down
     --try experts_down:256,64,4,warps=8+o_full:64,128,8,rows=16     rows a CTA, by default all
-    --try down:gemv,4,2048,3         of one and two rows: 4 outputs a CTA, 2048 columns a turn, 3 turns asked for early; `,warps=2`
+    --try down:gemv,4,2048,3         of one and two rows: 4 outputs a CTA, 2048 columns a turn, 3 turns asked for early
+    --try down:gemv,warps=2          as in force of one and two rows, but with two warps
+    --try down:bk=128,splits=3       likewise of more rows
 
     --weights fp8 | int4             matrices in fp8, rows of x packed as in the model: by norms, otherwise by the product; in int4
                                      by groups of 32
@@ -37,7 +39,7 @@ from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.launch import INTERPRET, on_second_stream
 from kernels.packed import Activations, Load, Matrix, PackedMatrix, fp8_matrix, packed_matrix
 from kernels.route import route, router_logits, router_parts
-from kernels.tiles import GemmShape, Tile, choose
+from kernels.tiles import GemmShape, Tile, choose, fit
 from tests.bench.timing import precompile_all
 from tests.nano.model_shapes import PUBLIC, ModelShape
 from tests.support.engine.products import layer_products
@@ -47,7 +49,9 @@ TURNS, REPLAYS, EPS = 8, 4, 1e-6
 PARTS = ("o_sliding", "o_full", "down")  # may be left in parts for the fused norm, where there is one rank
 FROM_NORM = ("gate_up", "ple_gate")  # as those of q, k and v
 EXPERTS = ("experts_up", "experts_down")
-Tiles = dict[tuple[GemmShape | str, str], Tile | None]  # by shape, or name of experts, and a kernel's kind
+TOP_K = 8  # of the public model with experts
+Changes = dict[str, int]  # of fields of the tile in force
+Tiles = dict[tuple[GemmShape | str, str], Tile | Changes | None]  # by shape, or name of experts, and a kernel's kind
 
 
 def random_int4(like: Tensor) -> PackedMatrix:
@@ -142,19 +146,30 @@ def tiles_of(tried: Tiles, most: int = 1 << 20) -> Iterator[None]:
     """Inside the `with` these shapes take these tiles for up to `most` rows, others those in force."""
 
     def chosen(rows: int, shape: GemmShape, shared: int, *, parts: bool = False, load: Load = "plain") -> Tile | None:
+        in_force = choose(rows, shape, shared, parts=parts, load=load)
         key = shape, "gemv" if rows <= 2 else "gemm"
         if key not in tried or rows > most:
-            return choose(rows, shape, shared, parts=parts, load=load)
+            return in_force
         tile = tried[key]
-        if tile is None:
+        if tile is None or (isinstance(tile, dict) and in_force is None):
             return None
-        if tile.kind == "gemv":
-            return replace(tile, rows=rows)
+        if isinstance(tile, dict):
+            tile = fit(replace(in_force, **tile), shape.gated, shared, load)
+        elif tile.kind == "gemv":
+            tile = replace(tile, rows=rows)
         return replace(tile, rows=tile.rows or max(16, 1 << (rows - 1).bit_length()), splits=tile.splits if parts else 1)
 
     def of_experts(assignments: int, count: int, shared: int, load: Load) -> tuple[Tile, ...]:
-        pair = zip(EXPERTS, experts_in_force(assignments, count, shared, load), strict=True)
-        return tuple(replace(tried.get((name, tile.kind)) or tile, rows=tile.rows) for name, tile in pair)
+        in_force = experts_in_force(assignments, count, shared, load)
+        if assignments > TOP_K * most:
+            return in_force
+        tiles = []
+        for name, tile in zip(EXPERTS, in_force, strict=True):
+            own = tried.get((name, tile.kind)) or tile
+            if isinstance(own, dict):
+                own = fit(replace(tile, **own), name == "experts_up", shared, load)
+            tiles.append(replace(own, rows=tile.rows))
+        return tuple(tiles)
 
     with mock.patch.object(linear, "choose", chosen), mock.patch.object(experts, "choose", of_experts):
         yield
@@ -170,13 +185,16 @@ def parse(text: str, products: Sequence[tuple[str, GemmShape]], model: ModelShap
         raise SystemExit(f"--try {text}: the products are {', '.join(dict.fromkeys(known for known, _ in products))}")
     if form == "cublas":
         return {(shape, kind): None for shape in shapes for kind in ("gemv", "gemm")}
-    first, second, third, *more = form.removeprefix("gemv,").split(",")
-    if form.startswith("gemv,"):
-        tile = Tile("gemv", 1, int(first), int(second), int(third))
-    else:
-        tile = Tile("gemm", 0, int(first), int(second), stages=int(third), swap="swap" in more)
-    numbers = {field: int(number) for field, _, number in (option.partition("=") for option in more) if number}
-    return {(shape, tile.kind): replace(tile, **numbers) for shape in shapes}
+    kind = "gemv" if form.startswith("gemv,") else "gemm"
+    options = form.removeprefix("gemv,").split(",")
+    sizes = [int(option) for option in options if option.isdecimal()]
+    changes: Changes = {option: True for option in options if option.isidentifier()}
+    changes |= {field: int(number) for field, _, number in (option.partition("=") for option in options) if number}
+    if not sizes:
+        return {(shape, kind): changes for shape in shapes}
+    bn, bk, depth = sizes
+    tile = Tile("gemv", 1, bn, bk, depth) if kind == "gemv" else Tile("gemm", 0, bn, bk, stages=depth)
+    return {(shape, kind): replace(tile, **changes) for shape in shapes}
 
 
 def graph_of(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,13 +62,16 @@ def test_the_chain_packs_rows_where_the_model_does(member: str, rows: int) -> No
 
 
 def test_tiles_are_tried_where_they_can_be() -> None:
-    """A gemv of one and two rows and a gemm of more are tried together, up to so many rows; all else is as in force."""
+    """A gemv of one and two rows and a gemm of more are tried together, up to so many rows, or one change of the tile in force; all
+    else is as in force."""
     down, o = GemmShape(5376, 21504), GemmShape(5376, 8192)
     names = [(product.name, product.shape) for product in products(PUBLIC["31b"], 1)]
-    text = "down:gemv,2,1024,3,warps=2+down:32,128,5,swap"
+    text = "down:gemv,2,1024,3,warps=2+down:32,128,5,swap+o_full:stages=4"
     with tiles_of(parse(text, names, PUBLIC["31b"]), most=64):
         taken = [linear.choose(rows, down, 232448, load="fp8") for rows in (1, 2, 9, 64)]
+        changed = linear.choose(9, GemmShape(5376, 16384), 232448, load="fp8")
         for rows, shape in ((65, down), (1, o), (9, o)):
             assert linear.choose(rows, shape, 232448, load="fp8") == choose(rows, shape, 232448, load="fp8")
+    assert changed == replace(choose(9, o, load="fp8") or taken[2], stages=4)
     assert taken[:2] == [Tile("gemv", rows, 2, 1024, 3, warps=2) for rows in (1, 2)]
     assert taken[2:] == [Tile("gemm", rows, 32, 128, stages=5, swap=True) for rows in (16, 64)]
