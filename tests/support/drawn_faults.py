@@ -26,7 +26,7 @@ TARGETS: dict[str, str] = {
     "deploy/edge/keys/quotas.py": "deploy/edge/test_quotas.py",
     "deploy/edge/admission_control.py": "deploy/edge/test_admission.py",
     "deploy/edge/bodies/raw_json.py": "deploy/edge/test_body_bounds.py deploy/edge/test_asks.py deploy/edge/test_validation.py",
-    "deploy/edge/guards/uploads.py": "deploy/edge/test_limits.py",
+    "deploy/edge/guards/uploads.py": "deploy/edge/test_uploads.py",
     "deploy/edge/routes.py": "deploy/edge/test_browsers.py deploy/edge/test_openapi.py deploy/edge/test_keys.py "
                              "deploy/edge/test_sharing.py deploy/edge/test_transcriptions.py deploy/edge/test_streams.py",
     "engine/core/draft_policy.py": "engine/core/test_draft_policy.py",
