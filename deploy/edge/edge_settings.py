@@ -51,7 +51,7 @@ class LimitSettings(FrozenStruct):
     """requests of any kind that a replica may have at once; more get 429"""
     uploads: Count = 512
     """bodies that may be uploaded at once; a client may have half of them; one more gets 429 before it is sent"""
-    upload_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
+    upload_bytes: Annotated[int, Meta(ge=1 << 20)] = 1 << 30
     """bytes of bodies that are uploaded or not yet parsed and, counted separately, of media until they are decoded; a client may
     have half; one more waits 18 s for room, unread, and then gets 429; at least body_bytes"""
     write_timeout_s: Duration = 30.0

@@ -51,7 +51,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"metrics": {"ttft_objective_s": 0}}, "metrics.ttft_objective_s: "),
     ({"metrics": {"discovery": {"prot": 1}}}, "metrics.discovery.prot: unknown setting"),
     ({"limits": {"n": 0}}, "limits.n: "),
-    ({"limits": {"body_bytes": 1 << 30}}, "limits: body_bytes 1073741824 exceeds upload_bytes 268435456"),
+    ({"limits": {"body_bytes": 2 << 30}}, "limits: body_bytes 2147483648 exceeds upload_bytes 1073741824"),
     ({"limits": {"hosts": ["llm.example:8000"]}}, "limits.hosts: "),
     ({"limits": {"cors_origins": ["https://page.example/"]}}, "limits.cors_origins: "),
     ({"limits": {"cors_origins": ["https://Page.example"]}}, "limits.cors_origins: "),

@@ -32,7 +32,7 @@ TRIES = 40
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    stack = Stack(tmp_path_factory.mktemp("uploads"), args={"tp": 1, "mtp": {}})
+    stack = Stack(tmp_path_factory.mktemp("uploads"), args={"tp": 1, "mtp": {}, "limits": {"upload_bytes": 256 << 20}})
     print(f"\nready after {stack.start():.1f} s")
     assert stack.chat(body([part("image", PICTURE)])).status_code == 200  # what is loaded with the first picture is there
     yield stack

@@ -4,9 +4,10 @@
     text            `texts`                    (nothing)
     mostly media    `media`                    `media`
 
-A body above TEXT_BYTES can only be media, so waiting media never cause the refusal of text. A body
-with a known length waits in line for room; meanwhile a piece is read now and then, because HAProxy
-gives up a connection that takes nothing for 8 s (`tcp-ut` in haproxy.sh).
+A body above TEXT_BYTES is likely media and counts so from its head, so waiting media never cause the
+refusal of a shorter text. A body with a known length waits in line for room; meanwhile a piece is
+read now and then, because HAProxy gives up a connection that takes nothing for 8 s (`tcp-ut` in
+haproxy.sh).
 """
 
 import asyncio
@@ -18,7 +19,6 @@ from weakref import WeakSet
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from deploy.edge.bodies.raw_json import TEXT_BYTES
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.http.http_errors import TooLarge, TooSlow
 from engine.errors import Overloaded
@@ -28,6 +28,7 @@ WAITS_S = (3.0,) * 6  # for room; a piece is read between two
 RETRY_S = (5, 60)  # least and most that a refused client is to wait; SDKs ignore more
 _PIECE_S = 0.05  # for a piece to arrive
 SMALL_BYTES = 256 << 10  # of a body that is counted by number alone
+TEXT_BYTES = 1 << 20  # some 250 000 tokens of English
 _FULL = "Too many large bodies are being sent or wait to be read; please try again shortly."
 
 

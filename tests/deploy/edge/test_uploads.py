@@ -5,11 +5,10 @@ import asyncio
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from deploy.edge.bodies.raw_json import TEXT_BYTES
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.guards import uploads as uploads_module
 from deploy.edge.guards.limits import Limits
-from deploy.edge.guards.uploads import Claim, Upload, Uploads
+from deploy.edge.guards.uploads import TEXT_BYTES, Claim, Upload, Uploads
 from deploy.edge.http.error_response import JsonResponse
 from deploy.edge.http.scope import CLAIM
 from engine.errors import Overloaded
@@ -161,7 +160,7 @@ def test_who_has_no_room_hears_when_to_come_again(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("size", [TEXT_BYTES, TEXT_BYTES + 1])
 def test_the_largest_text_is_text(size: int) -> None:
-    """A byte more can only be media."""
+    """A byte more is taken for media."""
     uploads = Uploads(LimitSettings())
     claim = Claim(uploads, "one")
     claim.grow(size)
@@ -179,21 +178,49 @@ def test_text_has_room_beside_media() -> None:
         uploads = Uploads(LimitSettings(body_bytes=40 << 20, upload_bytes=64 << 20))
         claims = [Claim(uploads, f"client {number}") for number in range(5)]
         for claim in claims[:2]:
-            claim.grow(31 << 20)
-        claims[2].grow(2 << 20)
-        claims[2].parsed(2 << 20, has_media=True)
+            claim.grow(63 << 19)
+        claims[2].grow(1 << 20)
+        claims[2].parsed(1 << 20, has_media=True)
         with pytest.raises(Overloaded):
             claims[3].grow(31 << 20)
-        claims[3].grow(7 << 20)
+        claims[3].grow(1 << 20)
         with pytest.raises(Overloaded):
-            claims[3].parsed(7 << 20, has_media=True)
-        claims[4].grow(8 << 20)
-        claims[4].parsed(8 << 20, has_media=False)
+            claims[3].parsed(1 << 20, has_media=True)
+        claims[4].grow(1 << 20)
+        claims[4].parsed(1 << 20, has_media=False)
         for claim in claims:
             claim.release()
         assert (uploads.texts.total, uploads.media.total) == (0, 0)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_clients_pictures_are_refused_by_their_heads_or_not_at_all(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """240 bodies of 2.5 MB from one client, decoded one after another: those without room wait, unread. Planted: bodies that count
+    as text until they are parsed are read and refused then."""
+    size, decoding = 2_500_000, asyncio.Lock()
+    if not waits:
+        monkeypatch.setattr(uploads_module, "TEXT_BYTES", 8 << 20)
+
+    async def ask(uploads: Uploads) -> bool:
+        upload = Upload(Claim(uploads, "one"))
+        await uploads.read(upload, client(size), size)
+        try:
+            upload.claim.parsed(size, has_media=True)
+        except Overloaded:
+            return False
+        async with decoding:
+            await asyncio.sleep(0.001)
+        upload.claim.release()
+        return True
+
+    async def main() -> int:
+        uploads = Uploads(LimitSettings())
+        return sum(await asyncio.gather(*(ask(uploads) for _ in range(240))))
+
+    answered = asyncio.run(main())
+    assert (answered == 240) is waits
 
 
 SENT = 20 << 20
