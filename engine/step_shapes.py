@@ -63,6 +63,7 @@ class StepShapes:
         """The sizes for a GPU; a CPU runs every number of decode rows, and chunks unpadded."""
         images = config.geometry.bidirectional and bool(config.media)
         prefill = max(config.prefill_budget, min(MAX_SPAN, config.max_len) if images else 0)  # an image is computed at once
+        prefill = min(prefill, config.max_seqs * config.max_len)
         longest = min(prefill, config.max_len)
         if config.device == "cpu":
             every = product(range(1, config.max_seqs + 1), range(1, config.widest + 1))
@@ -111,7 +112,7 @@ class StepShapes:
     @property
     def warm_rows(self) -> tuple[int, ...]:
         """Powers of two and the most. Kernel tiles cover wider ranges."""
-        return (*(1 << power for power in range((self.longest - 1).bit_length())), self.longest)
+        return (*(1 << power for power in range((self.prefill - 1).bit_length())), self.prefill)
 
 
 def buckets(max_seqs: int) -> tuple[int, ...]:

@@ -130,22 +130,25 @@ class Runner:
         for rows in shapes.warm_rows:
             batch, hidden = self._prefilled(rows)
             assert batch.logit_rows is not None
-            results = {1: shapes.sequences, shapes.longest: shapes.sequences[1::-1]}  # row counts that have kernel variants
+            results = {1: shapes.sequences, shapes.prefill: shapes.sequences[1::-1]}  # row counts that have kernel variants
             for count in results.get(rows, ()):
                 self.forward_stage.run(replace(batch, logit_rows=batch.logit_rows.repeat(count)))
             record_event(self.slots.device).synchronize()  # the plan's staging memory is used again
         self._warm_samplers(batch, hidden)
-        scored = [ScoredRows(batch.chunks[0], PromptScoring(0, rows + 1, MAX_ALTERNATIVES), rows)]
+        scored = [ScoredRows(batch.chunks[0], PromptScoring(0, shapes.longest + 1, MAX_ALTERNATIVES), shapes.longest)]
         self.sample_stage.prompt_logprobs(scored, batch, hidden)
         self.slots.lengths[self.slots.padding] = 0
         for group in self.slots.cache:
             group.pool[:, 0] = 0
 
     def _prefilled(self, rows: int) -> tuple[ForwardBatch, Tensor]:
-        """The largest prefill, of an image if there may be any; returns batch and final hidden rows."""
-        image = self.shapes.images and rows == self.shapes.longest
-        chunk = (self.slots.padding, 0, rows, rows - 1, 0, int(image))
-        plan = read_plan(encode_plan(StepPlan(1, chunks=[chunk], spans=[(0, rows)] * image)))
+        """A prefill, the largest of an image if there may be any; returns batch and final hidden rows."""
+        longest = self.shapes.longest
+        image = self.shapes.images and rows == self.shapes.prefill
+        first, *others = (min(longest, rows - begun) for begun in range(0, rows, longest))
+        chunks = [(first, first - 1, 0, int(image)), *((end, end, 0, 0) for end in others)]
+        made = StepPlan(1, chunks=[(self.slots.padding, 0, *chunk) for chunk in chunks], spans=[(0, first)] * image)
+        plan = read_plan(encode_plan(made))
         self.inputs.upload(plan)
         self.inputs.apply()
         batch = replace(self.inputs.batch(StepSizes.of(plan))[0], chunks=chunks_of(plan))

@@ -51,14 +51,15 @@ def test_decode_rows_behind_a_chunk_need_no_variants_of_their_own() -> None:
 
 
 def started(
-    member: str, folder: Path, shapes: Callable[[EngineConfig], StepShapes], head: str = "bf16"
+    member: str, folder: Path, shapes: Callable[[EngineConfig], StepShapes], **settings: object
 ) -> tuple[Runner, set[str]]:
     """A rank of four, with a drafter, on the meta device, and the variants of all that it launches before it is ready."""
     model = model_folder(member)
-    config = engine_config(
-        model=str(model), tp=4, device="cuda", dtype="bfloat16", load_format="dummy", max_seqs=8, max_len=2048, prefill_budget=1024,
-        head=head, mtp={"model": str(drafters.write(model, folder)), "drafts": "auto"},
-    )  # fmt: skip
+    sizes = {"max_seqs": 8, "max_len": 2048, "prefill_budget": 1024}
+    mtp = {"model": str(drafters.write(model, folder)), "drafts": "auto"}
+    config = engine_config(**{
+        "model": str(model), "tp": 4, "device": "cuda", "dtype": "bfloat16", "load_format": "dummy", "mtp": mtp, **sizes, **settings
+    })  # fmt: skip
     with record(target=(9, 0)) as nodes, torch.inference_mode():
         rank = load_rank(config, FirstOfGroup(config.tp), META, checked=False)
         runner = build(rank, [2 for _ in config.kv_groups], shapes(config))
@@ -66,10 +67,11 @@ def started(
     return runner, variants(nodes)
 
 
-def met(runner: Runner, prompts: int, decodes: int, width: int) -> set[str]:
-    """The variants of an unpadded step: a chunk, and sequences of `width` tokens."""
+def met(runner: Runner, prompts: list[int], decodes: int, width: int) -> set[str]:
+    """The variants of an unpadded step: chunks of these lengths, and sequences of `width` tokens."""
     rows = [(slot, width, 0) for slot in range(decodes)]
-    plan = read_plan(encode_plan(StepPlan(1, chunks=[(decodes, 0, prompts, prompts - 1, 0, 0)], rows=rows)))
+    chunks = [(slot, 0, length, length - 1, 0, 0) for slot, length in enumerate(prompts, decodes)]
+    plan = read_plan(encode_plan(StepPlan(1, chunks=chunks, rows=rows)))
     with record(target=(9, 0)) as nodes, torch.inference_mode():
         runner.inputs.upload(plan)
         step = Forwarded(plan, b"", HostEvent(), None, runner.inputs.plan[:0])
@@ -78,31 +80,45 @@ def met(runner: Runner, prompts: int, decodes: int, width: int) -> set[str]:
     return variants(nodes)
 
 
-@pytest.mark.parametrize("member", ["random:31b", "random:26b-a4b", "random:e2b"])
+@pytest.mark.parametrize(("member", "weights"), [
+    ("random:31b", "plain"), ("random:26b-a4b", "plain"), ("random:e2b", "plain"), ("random:26b-a4b", "fp8")
+])  # fmt: skip
 def test_a_step_of_any_size_needs_no_variants_but_those_of_the_start(
-    member: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    member: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the prompt tokens of a step, its decode rows and their drafts. Planted fault: where no step with prompts is
     captured, prefills of a whole budget alone leave more to be compiled while requests wait than prefills of several sizes do."""
-    runner, ready = started(member, tmp_path, StepShapes.of)
+    runner, ready = started(member, tmp_path, StepShapes.of, weights=weights)
+    widths = mixed_widths(runner.shapes.widths)
     sizes = ((1, 0), (1, 3), (3, 0), (7, 2), (13, 3), (31, 1), (50, 2), (64, 0), (97, 6), (200, 1), (509, 3), (600, 5), (1001, 7))
-    some = set().union(*(met(runner, *size, width) for size in sizes for width in mixed_widths(runner.shapes.widths)))
+    some = set().union(*(met(runner, [first], rows, width) for first, rows in sizes for width in widths))
     assert some <= ready, "\n".join(sorted(some - ready))
 
     def unpadded(config: EngineConfig) -> StepShapes:
         shapes = StepShapes.of(config)
         return replace(shapes, sizes=tuple(sizes for sizes in shapes.sizes if not sizes.prompts))
 
-    late = some - started(member, tmp_path, unpadded)[1]
-    monkeypatch.setattr(StepShapes, "warm_rows", property(lambda shapes: (shapes.longest,)))
-    later = some - started(member, tmp_path, unpadded)[1]
+    late = some - started(member, tmp_path, unpadded, weights=weights)[1]
+    monkeypatch.setattr(StepShapes, "warm_rows", property(lambda shapes: (shapes.prefill,)))
+    later = some - started(member, tmp_path, unpadded, weights=weights)[1]
     assert late < later
+
+
+def test_many_short_prompts_need_no_variants_but_those_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may hold more rows than a prompt may have: its router takes another tile. Planted: the start runs one prompt alone."""
+    settings = {"max_len": 1024, "prefill_budget": 8192}
+    runner, ready = started("random:26b-a4b", tmp_path, StepShapes.of, **settings)
+    many = met(runner, 8 * [1024], 0, 1)
+    assert many <= ready, "\n".join(sorted(many - ready))
+    monkeypatch.setattr(StepShapes, "warm_rows", property(lambda shapes: (1, shapes.longest)))
+    assert any("_many_logits" in variant for variant in many - started("random:26b-a4b", tmp_path, StepShapes.of, **settings)[1])
 
 
 def test_an_fp8_head_needs_no_variants_but_those_of_the_start(tmp_path: Path) -> None:
     """Whatever the rows of a step. Planted: the start of a bf16 head lacks them."""
-    runner, ready = started("random:31b", tmp_path, StepShapes.of, "fp8")
-    some = set().union(*(met(runner, *size, width) for size in ((1, 0), (7, 2), (97, 6), (1001, 7)) for width in (1, 4)))
+    runner, ready = started("random:31b", tmp_path, StepShapes.of, head="fp8")
+    sizes = ((1, 0), (7, 2), (97, 6), (1001, 7))
+    some = set().union(*(met(runner, [first], rows, width) for first, rows in sizes for width in (1, 4)))
     assert any("_recheck" in variant for variant in some)
     assert some <= ready, "\n".join(sorted(some - ready))
     assert {variant for variant in some - started("random:31b", tmp_path, StepShapes.of)[1] if "_recheck" in variant}
@@ -144,7 +160,7 @@ def test_captured_steps_with_prompts_in_int8(tmp_path: Path) -> None:
     folder = saved(model_folder("random:31b"), tmp_path / "saved", kind="int8")
     runner, ready = started(str(folder), tmp_path, StepShapes.of)
     assert any(sizes.prompts for sizes in runner.shapes.sizes)
-    assert set().union(*(met(runner, *size, 1) for size in ((1, 0), (13, 3), (200, 1), (1001, 7)))) <= ready
+    assert set().union(*(met(runner, [first], rows, 1) for first, rows in ((1, 0), (13, 3), (200, 1), (1001, 7)))) <= ready
     assert not variants(step("random:31b", 8)) <= ready
 
 
