@@ -31,7 +31,7 @@ from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.launch import enabled, plain_torch
 from kernels.linear import FP32, GEGLU, gelu_times, linear
 from kernels.lora import LowRank, add_lora
-from kernels.packed import E4M3, PackedMatrix, PackedRows, fp8_matrix, pack_rows, unpacked
+from kernels.packed import E4M3, Load, PackedMatrix, PackedRows, fp8_matrix, pack_rows, unpacked
 from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, tile_tokens
 from kernels.qkv import qkv_post, replace_unturned
@@ -181,13 +181,16 @@ def _fp8_products(draw: RandomInputs, rows: int) -> Outputs:
     return (linear(x[:, :264].contiguous(), weight), _unpacked(pack_rows(x))) if _has_fp8(x) else ()
 
 
+def _int4_matrix(draw: RandomInputs, *shape: int, group: int = 32, zeros: bool = False, scale: float = 0.01) -> PackedMatrix:
+    *stack, m, n = shape
+    words = 40503 * draw.rising(*stack, m, n // 8)
+    zero = 30011 * draw.rising(*stack, m // 8, n // group)
+    return PackedMatrix(words, draw.floats(*stack, m, n // group, scale=scale), "int4", zero if zeros else None)
+
+
 def _int4_products(draw: RandomInputs, rows: int, group: int, zeros: bool) -> Outputs:
     x = draw.floats(rows, 320)
-    m = 2 * 24
-    groups = 320 // group
-    words = 40503 * draw.rising(m, 40)
-    zero = 30011 * draw.rising(m // 8, groups)
-    weight = PackedMatrix(words, draw.floats(m, groups, scale=0.01), "int4", zero if zeros else None)
+    weight = _int4_matrix(draw, 2 * 24, 320, group=group, zeros=zeros)
     return linear(x, weight), linear(x, weight, GEGLU), unpacked(weight)
 
 
@@ -476,6 +479,20 @@ def _experts(draw: RandomInputs, rows: int, top_k: int = 2) -> Outputs:
     return (experts(draw.floats(rows, n), weights, chosen, gate_up, down, partial(draw.floats, rows, n)),)
 
 
+def _packed_experts(draw: RandomInputs, rows: int, load: Load) -> Outputs:
+    x = draw.floats(rows, 64)
+    if load == "fp8" and not _has_fp8(x):
+        return ()
+    chosen = draw.rising(rows, 1) % 4 + draw.rising(2)
+    shapes = (6, 2 * 64, 64), (6, 64, 64)
+    if load == "fp8":
+        gate_up, down = (fp8_matrix(draw.floats(*shape, scale=0.125)) for shape in shapes)
+    else:
+        gate_up, down = (_int4_matrix(draw, *shape, scale=0.03) for shape in shapes)
+    weights = draw.fp32(rows, 2, scale=0.1)  # a bf16 rounding may move an e4m3 one: by 0.08 of a row's experts, 0.01 of all
+    return (experts(x, weights, chosen, gate_up, down, partial(draw.floats, rows, 64)),)
+
+
 def _adapted_experts(draw: RandomInputs, rows: int) -> Outputs:
     n = 40
     m = 24
@@ -564,5 +581,9 @@ CHECKS = (
     Check("kernels.route", "the router", _router),
     *(Check("kernels.experts", f"experts of {rows} tokens", _experts, (rows,)) for rows in (1, 3, 20, 45, 90, 300)),
     Check("kernels.experts", "experts of several blocks of assignments", _experts, (300, 16)),
+    *(
+        Check("kernels.experts", f"{load} experts of {rows} tokens", _packed_experts, (rows, load))
+        for load, rows in (("fp8", 1), ("fp8", 20), ("fp8", 90), ("int4", 1), ("int4", 20))
+    ),
     *(Check("kernels.experts", f"adapted experts of {rows} tokens", _adapted_experts, (rows,)) for rows in (5, 1, 20)),
 )
