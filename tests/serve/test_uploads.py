@@ -49,9 +49,9 @@ def body(content: object) -> dict[str, Any]:
     return chat_body(content, max_tokens=1, model="nano-31b")
 
 
-def large_body(mebibytes: int) -> bytes:
+def large_body(mebibytes: float) -> bytes:
     """Of about that size: a picture in a large file."""
-    padding = bytes((mebibytes << 20) * 3 // 4 - len(PICTURE) - 2048)
+    padding = bytes(int(mebibytes * (1 << 20)) * 3 // 4 - len(PICTURE) - 2048)
     return json.dumps(body([part("image", PICTURE + padding)])).encode()
 
 
@@ -164,6 +164,16 @@ def test_many_large_uploads_pass_or_are_refused_before_they_are_sent(stack: Stac
     print(f"\n{len(refused)} tries were refused with 429; {wasted / total:.2%} of {total >> 20} MiB in vain")
     assert [one[-1].status for one in tries] == [200] * 24
     assert wasted <= 0.05 * total
+
+
+def test_pictures_of_one_client_wait_for_room(stack: Stack) -> None:
+    """A hundred bodies of 2.4 MiB at once, where one client has room for half of them: all are answered."""
+    data = large_body(2.4)
+
+    async def everybody() -> list[Sent]:
+        return await asyncio.gather(*(upload(stack.port, "127.0.3.1", data) for _ in range(100)))
+
+    assert [sent.status for sent in asyncio.run(everybody())] == [200] * 100
 
 
 def test_a_body_of_films_holds_up_nobody(stack: Stack) -> None:
