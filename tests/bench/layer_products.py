@@ -151,11 +151,11 @@ def tiles_of(tried: Tiles, most: int = 1 << 20) -> Iterator[None]:
         if key not in tried or rows > most:
             return in_force
         tile = tried[key]
-        if tile is None or (isinstance(tile, dict) and in_force is None):
+        if isinstance(tile, dict):  # changes of the tile in force
+            tile = in_force and fit(replace(in_force, **tile), shape.gated, shared, load)
+        if tile is None:
             return None
-        if isinstance(tile, dict):
-            tile = fit(replace(in_force, **tile), shape.gated, shared, load)
-        elif tile.kind == "gemv":
+        if tile.kind == "gemv":
             tile = replace(tile, rows=rows)
         return replace(tile, rows=tile.rows or max(16, 1 << (rows - 1).bit_length()), splits=tile.splits if parts else 1)
 
