@@ -118,9 +118,9 @@ def test_encodes_begin_behind_a_forward_that_needs_none(rank: Rank, reached: boo
 
 
 def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefills of every number of rows that products have a tile for, and of the whole budget, run in the null page; behind them it
-    is zero again, and plans give what they give without. They did write there. Samplers run with all that a step may ask, adjusted
-    and not, up to the largest bucket: a step that is so large finds the memory that it takes."""
+    """Prefills of every number of rows that products have a tile for, up to all that three sequences may have, run in the null page.
+    Then it is zero again, and plans give what they give without. They did write there. Samplers run with all that a step may ask,
+    adjusted and not, up to the largest bucket: a step that is so large finds the memory that it takes."""
     sizes = []
     sampled = []
     stage, forward = runner.sample_stage, runner.forward_stage.model.states
@@ -143,7 +143,7 @@ def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, m
         patch.setattr(stage, "prompt_logprobs", written)
         patch.setattr(stage.sampler, "sample", seen_sampling)
         runner.warm()
-    assert sizes == [1, 1, 1, 1, 2, 4, 8, 16, 32, 64, 128, 256, 256, 256]
+    assert sizes == [1, 1, 1, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 768, 768]
     most = ResultRows(small_top_k=True, filtered=range(3), reported=range(3), alternatives=MAX_ALTERNATIVES)
     assert sampled[:2] == [(3, False, most), (3, True, replace(most, adjusted=True))]
     assert [rows for rows, adjusted, _ in sampled if adjusted] == [3, 2, 1]
