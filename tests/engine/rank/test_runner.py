@@ -118,7 +118,7 @@ def test_encodes_begin_behind_a_forward_that_needs_none(rank: Rank, reached: boo
 
 
 def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefills of every number of rows that products have a tile for, up to all that three sequences may have, run in the null page.
+    """Prefills of every number of rows that products have a tile for, up to all that three sequences may have, use the null page.
     Then it is zero again, and plans give what they give without. They did write there. Samplers run with all that a step may ask,
     adjusted and not, up to the largest bucket: a step that is so large finds the memory that it takes."""
     sizes = []
