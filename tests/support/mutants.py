@@ -230,7 +230,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "deploy/edge/guards/uploads.py": (
         ("body-may-be-any-size", "deploy/edge/test_limits.py", "if len(upload.body) > self.limits.body_bytes:", "if False:"),
         ("media-take-the-room-of-text", "deploy/edge/test_uploads.py",
-         "self._hold(self._uploads.media if size > TEXT_BYTES", "self._hold(self._uploads.texts if size > TEXT_BYTES"),
+         "self._uploads.media if size > LONGEST_TEXT_BYTES", "self._uploads.texts if size > LONGEST_TEXT_BYTES"),
         ("guard-gives-back-too-early", "deploy/edge/test_uploads.py",
          "if asyncio.get_running_loop() not in _APPLICATIONS:", "if True:"),
     ),

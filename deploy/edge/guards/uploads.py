@@ -4,10 +4,10 @@
     text            `texts`                    (nothing)
     mostly media    `media`                    `media`
 
-A body above TEXT_BYTES is likely media and counts so from its head, so waiting media never cause the
-refusal of a shorter text. A body with a known length waits in line for room; meanwhile a piece is
-read now and then, because HAProxy gives up a connection that takes nothing for 8 s (`tcp-ut` in
-haproxy.sh).
+A body above LONGEST_TEXT_BYTES is likely media and counts so from its head, so waiting media never
+cause the refusal of a shorter text. A body with a known length waits in line for room; meanwhile a
+piece is read now and then, because HAProxy gives up a connection that takes nothing for 8 s
+(`tcp-ut` in haproxy.sh).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ WAITS_S = (3.0,) * 6  # for room; a piece is read between two
 RETRY_S = (5, 60)  # least and most that a refused client is to wait; SDKs ignore more
 _PIECE_S = 0.05  # for a piece to arrive
 SMALL_BYTES = 256 << 10  # of a body that is counted by number alone
-TEXT_BYTES = 1 << 20  # some 250 000 tokens of English
+LONGEST_TEXT_BYTES = 1 << 20  # some 250 000 tokens of English
 _FULL = "Too many large bodies are being sent or wait to be read; please try again shortly."
 
 
@@ -128,7 +128,7 @@ class Claim:
     def grow(self, size: int) -> None:
         """Hold at least `size` bytes. Overloaded holds nothing."""
         if size > max(SMALL_BYTES, self._bytes):
-            self._hold(self._uploads.media if size > TEXT_BYTES else self._uploads.texts, size)
+            self._hold(self._uploads.media if size > LONGEST_TEXT_BYTES else self._uploads.texts, size)
 
     def parsed(self, size: int, *, has_media: bool) -> None:
         """The body is parsed; its media are still to be decoded. Overloaded."""

@@ -19,7 +19,7 @@ from deploy.edge.guards.limits import Limits, UnreadBody, check_head, outermost
 from deploy.edge.http.error_response import JsonResponse
 from deploy.edge.http.http_errors import ForeignHost
 from deploy.edge.http.scope import RECORD
-from tests.support.edge.http_edge import Edge, Edges, asgi_server
+from tests.support.edge.http_edge import Edge, Edges, asgi_server, never
 
 pytestmark = pytest.mark.pure
 
@@ -134,10 +134,6 @@ def test_a_client_that_leaves_amid_its_body_is_no_error(logs: bool) -> None:
     with pytest.raises(ClientDisconnect) if logs else contextlib.nullcontext():
         asyncio.run(asked)  # type: ignore[arg-type]
     assert not sent
-
-
-async def never() -> Message:
-    return await asyncio.Future()
 
 
 def test_a_body_that_never_ends_is_408(small: Edge) -> None:

@@ -8,21 +8,18 @@ from starlette.types import Message, Receive, Scope, Send
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.guards import uploads as uploads_module
 from deploy.edge.guards.limits import Limits
-from deploy.edge.guards.uploads import TEXT_BYTES, Claim, Upload, Uploads
+from deploy.edge.guards.uploads import LONGEST_TEXT_BYTES, Claim, Upload, Uploads
 from deploy.edge.http.error_response import JsonResponse
 from deploy.edge.http.scope import CLAIM
 from engine.errors import Overloaded
+from tests.support.edge.http_edge import never
 
 pytestmark = pytest.mark.pure
 
 
-async def never() -> Message:
-    return await asyncio.Future()
-
-
 @pytest.mark.parametrize("parsed", [True, False])
 def test_a_body_counts_until_it_is_parsed(parsed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then there is room for another. Planted: one that nobody has parsed yet leaves none, which is a 429."""
+    """A parsed body gives its room to the next. Planted: a body that is not parsed yet keeps it, and the next one gets a 429."""
     monkeypatch.setattr(uploads_module, "WAITS_S", (0.0,))
 
     async def main() -> None:
@@ -158,13 +155,13 @@ def test_who_has_no_room_hears_when_to_come_again(monkeypatch: pytest.MonkeyPatc
     assert asyncio.run(seconds(0)) == [60, 60]
 
 
-@pytest.mark.parametrize("size", [TEXT_BYTES, TEXT_BYTES + 1])
+@pytest.mark.parametrize("size", [LONGEST_TEXT_BYTES, LONGEST_TEXT_BYTES + 1])
 def test_the_largest_text_is_text(size: int) -> None:
     """A byte more is taken for media."""
     uploads = Uploads(LimitSettings())
     claim = Claim(uploads, "one")
     claim.grow(size)
-    is_text = size == TEXT_BYTES
+    is_text = size == LONGEST_TEXT_BYTES
     assert (uploads.texts.total, uploads.media.total) == ((size, 0) if is_text else (0, size))
     claim.parsed(size, has_media=True)
     assert (uploads.texts.total, uploads.media.total) == (0, size)
@@ -201,7 +198,7 @@ def test_a_clients_pictures_are_refused_by_their_heads_or_not_at_all(waits: bool
     as text until they are parsed are read and refused then."""
     size, decoding = 2_500_000, asyncio.Lock()
     if not waits:
-        monkeypatch.setattr(uploads_module, "TEXT_BYTES", 8 << 20)
+        monkeypatch.setattr(uploads_module, "LONGEST_TEXT_BYTES", 8 << 20)
 
     async def ask(uploads: Uploads) -> bool:
         upload = Upload(Claim(uploads, "one"))

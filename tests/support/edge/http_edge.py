@@ -53,6 +53,11 @@ def with_ids(app: ASGIApp) -> ASGIApp:
     return served
 
 
+async def never() -> Message:
+    """A `receive` to which no message comes."""
+    return await asyncio.Future()
+
+
 class Edge:
     """A running edge on a free loopback port, its loop in a thread of its own. `url` is the API's base."""
 
