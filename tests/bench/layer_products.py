@@ -49,7 +49,7 @@ TURNS, REPLAYS, EPS = 8, 4, 1e-6
 PARTS = ("o_sliding", "o_full", "down")  # may be left in parts for the fused norm, where there is one rank
 FROM_NORM = ("gate_up", "ple_gate")  # as those of q, k and v
 EXPERTS = ("experts_up", "experts_down")
-TOP_K = 8  # of the public model with experts
+TOP_K = PUBLIC["26b-a4b"].top_k  # the public model with experts
 Changes = dict[str, int]  # of fields of the tile in force
 Tiles = dict[tuple[GemmShape | str, str], Tile | Changes | None]  # by shape, or name of experts, and a kernel's kind
 
@@ -141,6 +141,10 @@ class Chain:
         return h, h if x is None else x
 
 
+def _changed(tried: Tile | Changes, in_force: Tile, gated: bool, shared: int, load: Load) -> Tile:
+    return fit(replace(in_force, **tried), gated, shared, load) if isinstance(tried, dict) else tried
+
+
 @contextmanager
 def tiles_of(tried: Tiles, most: int = 1 << 20) -> Iterator[None]:
     """Inside the `with` these shapes take these tiles for up to `most` rows, others those in force."""
@@ -151,8 +155,8 @@ def tiles_of(tried: Tiles, most: int = 1 << 20) -> Iterator[None]:
         if key not in tried or rows > most:
             return in_force
         tile = tried[key]
-        if isinstance(tile, dict):  # changes of the tile in force
-            tile = in_force and fit(replace(in_force, **tile), shape.gated, shared, load)
+        if isinstance(tile, dict):
+            tile = in_force and _changed(tile, in_force, shape.gated, shared, load)
         if tile is None:
             return None
         if tile.kind == "gemv":
@@ -163,13 +167,9 @@ def tiles_of(tried: Tiles, most: int = 1 << 20) -> Iterator[None]:
         in_force = experts_in_force(assignments, count, shared, load)
         if assignments > TOP_K * most:
             return in_force
-        tiles = []
-        for name, tile in zip(EXPERTS, in_force, strict=True):
-            own = tried.get((name, tile.kind)) or tile
-            if isinstance(own, dict):
-                own = fit(replace(tile, **own), name == "experts_up", shared, load)
-            tiles.append(replace(own, rows=tile.rows))
-        return tuple(tiles)
+        pairs = zip(EXPERTS, in_force, strict=True)
+        own = (_changed(tried.get((name, tile.kind)) or tile, tile, name == "experts_up", shared, load) for name, tile in pairs)
+        return tuple(replace(tile, rows=kept.rows) for tile, kept in zip(own, in_force, strict=True))
 
     with mock.patch.object(linear, "choose", chosen), mock.patch.object(experts, "choose", of_experts):
         yield
