@@ -29,12 +29,12 @@ class Layer:
     gate_up: Tensor
     down: Tensor
     x: Tensor
-    beside: Tensor
+    dense: Tensor
     weights: Tensor
     chosen: Tensor
 
     def run(self) -> Tensor:
-        return experts(self.x, self.weights, self.chosen, self.gate_up, self.down, lambda: self.beside)
+        return experts(self.x, self.weights, self.chosen, self.gate_up, self.down, lambda: self.dense)
 
     def want(self) -> Tensor:
         """y in fp32."""
@@ -59,9 +59,9 @@ def tensors(request: pytest.FixtureRequest) -> tuple[Tensor, Tensor]:
 
 def layer(tensors: tuple[Tensor, Tensor], rows: int) -> Layer:
     torch.manual_seed(rows)
-    x, beside = torch.randn(2, rows, SHAPE.hidden, device=DEVICE).bfloat16().unbind()
+    x, dense = torch.randn(2, rows, SHAPE.hidden, device=DEVICE).bfloat16().unbind()
     logits = torch.randn(rows, SHAPE.experts, device=DEVICE)
-    return Layer(*tensors, x, beside, *route(logits, torch.ones(SHAPE.experts, device=DEVICE), SHAPE.top_k))
+    return Layer(*tensors, x, dense, *route(logits, torch.ones(SHAPE.experts, device=DEVICE), SHAPE.top_k))
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -69,10 +69,10 @@ def test_experts(tensors: tuple[Tensor, Tensor], rows: int) -> None:
     """The formula in fp32, with the other branch's part before it. Experts in another order are not. A row's bits do not depend on
     the rows beside it, whatever these choose."""
     it = layer(tensors, rows)
-    beside, y = it.run().chunk(2, dim=-1)
+    dense, y = it.run().chunk(2, dim=-1)
     want = it.want()
     off = lambda found: float((found.float() - want).abs().max() / want.abs().max())  # noqa: E731
-    assert torch.equal(beside, it.beside)
+    assert torch.equal(dense, it.dense)
     assert off(y) < TOLERANCE
     it.chosen[:-1] = 5
     assert rows == 1 or torch.equal(it.run()[-1, SHAPE.hidden :], y[-1])
@@ -89,7 +89,7 @@ def test_fp8_experts(tensors: tuple[Tensor, Tensor], rows: int) -> None:
     want = it.want()
 
     def off(gate_up: PackedMatrix) -> float:
-        y = experts(it.x, it.weights, it.chosen, gate_up, down, lambda: it.beside)[:, SHAPE.hidden :]
+        y = experts(it.x, it.weights, it.chosen, gate_up, down, lambda: it.dense)[:, SHAPE.hidden :]
         return float((y.float() - want).abs().max() / want.abs().max())
 
     tolerance = 2**-4  # elements of both rows are rounded by up to so much

@@ -62,8 +62,8 @@ def test_the_chain_packs_rows_where_the_model_does(member: str, rows: int) -> No
 
 
 def test_tiles_are_tried_where_they_can_be() -> None:
-    """A gemv of one and two rows and a gemm of more are tried together, up to so many rows, or one change of the tile in force; all
-    else is as in force."""
+    """A gemv of one and two rows, a gemm of up to `most` rows and a change of one field of a table's tile are tried together. All
+    other products keep their table's tiles."""
     down, o = GemmShape(5376, 21504), GemmShape(5376, 8192)
     names = [(product.name, product.shape) for product in products(PUBLIC["31b"], 1)]
     text = "down:gemv,2,1024,3,warps=2+down:32,128,5,swap+o_full:stages=4"

@@ -32,7 +32,7 @@ class Case:
     chosen: Tensor
     gate_up: Tensor
     down: Tensor
-    beside: Tensor
+    dense: Tensor
 
     @property
     def want(self) -> Tensor:
@@ -45,10 +45,10 @@ class Case:
         return want
 
     def run(self) -> Tensor:
-        """y; what stands beside it must come out as it is."""
-        out = experts(self.x, self.weights, self.chosen, self.gate_up, self.down, lambda: self.beside)
-        beside, y = out.chunk(2, dim=-1)
-        assert torch.equal(beside, self.beside)
+        """y; the dense MLP's rows must come out as they are."""
+        out = experts(self.x, self.weights, self.chosen, self.gate_up, self.down, lambda: self.dense)
+        dense, y = out.chunk(2, dim=-1)
+        assert torch.equal(dense, self.dense)
         return y
 
     def error(self, y: Tensor) -> float:
@@ -69,9 +69,9 @@ def case(tokens: int, dtype: torch.dtype = torch.float32, n: int = 24, m: int = 
     gate_up = torch.randn(count, 2 * m, n, generator=generator) / n**0.5
     down = torch.randn(count, n, m, generator=generator) / m**0.5
     gate_up[-1] = torch.nan
-    x, beside = torch.randn(2, tokens, n, generator=generator).to(dtype).unbind()
+    x, dense = torch.randn(2, tokens, n, generator=generator).to(dtype).unbind()
     weights = torch.rand(tokens, top_k, generator=generator)
-    return Case(x, weights, chosen, gate_up.to(dtype), down.to(dtype), beside)
+    return Case(x, weights, chosen, gate_up.to(dtype), down.to(dtype), dense)
 
 
 def scored(tokens: int, dtype: torch.dtype, n: int = 80, count: int = 18) -> tuple[Tensor, ...]:
@@ -180,7 +180,7 @@ def interpreted_fp8_experts(tokens: int) -> None:
 
     def off(gate_up: PackedMatrix, down: PackedMatrix) -> float:
         with record() as nodes:
-            y = experts(it.x, it.weights, it.chosen, gate_up, down, lambda: it.beside).chunk(2, dim=-1)[1]
+            y = experts(it.x, it.weights, it.chosen, gate_up, down, lambda: it.dense).chunk(2, dim=-1)[1]
         assert sum(node.kernel == "_scale_rows" for node in nodes) == 2
         return exact.error(y)
 
