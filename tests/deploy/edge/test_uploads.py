@@ -228,7 +228,7 @@ class GuardedStack:
 
     def __init__(self) -> None:
         limits = LimitSettings(body_bytes=32 << 20, upload_bytes=32 << 20)
-        self.decoded = asyncio.Event()
+        self.parsed, self.decoded = asyncio.Event(), asyncio.Event()
         self.inner = Limits(self._app, limits)
         self.guard = Limits(self._serve, limits, is_guard=True)
         self.found = list[tuple[int, int]]()
@@ -237,13 +237,19 @@ class GuardedStack:
         if scope["method"] == "POST":
             body = (await receive())["body"]
             scope[CLAIM].parsed(len(body), has_media=True)
+            self.parsed.set()
             await self.decoded.wait()
             scope[CLAIM].release()
             await JsonResponse({}, 200)(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = iter([await receive()])
-        reading = asyncio.create_task(receive())  # type: ignore[arg-type]
+
+        async def read_on() -> None:
+            await self.parsed.wait()  # before that the application claims what this gives back
+            await receive()
+
+        reading = asyncio.create_task(read_on())
 
         async def queued() -> Message:
             return next(given, None) or await never()
